@@ -1,0 +1,106 @@
+"""The command line: `minillm generate`, `minillm tokenize` and `minillm info`."""
+
+import argparse
+import sys
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run one command; a bad input is one line on stderr and exit code 2."""
+    options = parser().parse_args(arguments)
+    try:
+        options.run(options)
+    except (ValueError, OSError) as error:
+        print(f"minillm: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return 130
+    return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    """The commands and their options."""
+    top = argparse.ArgumentParser(
+        prog="minillm", description="An LLM inference engine built from nothing."
+    )
+    commands = top.add_subparsers(required=True, metavar="COMMAND")
+
+    command = commands.add_parser("generate", help="continue a text")
+    command.add_argument("prompt")
+    command.add_argument(
+        "--model", "-m", default="fairytale", help="a name, a directory or a hub id"
+    )
+    command.add_argument("--max-new-tokens", "-n", type=int, default=100)
+    command.set_defaults(run=generate)
+
+    command = commands.add_parser("tokenize", help="show the token ids and pieces of a text")
+    command.add_argument("text")
+    command.add_argument("--model", "-m", default="fairytale", help="whose tokenizer")
+    command.set_defaults(run=tokenize)
+
+    command = commands.add_parser("info", help="what a model is and what it needs")
+    command.add_argument("model")
+    command.add_argument("--context", type=int, help="positions in the KV cache (default: all)")
+    command.set_defaults(run=info)
+    return top
+
+
+def generate(options) -> None:
+    """Print the prompt and its continuation, as it comes."""
+    from .llm import LLM
+
+    pieces = LLM(options.model).stream(options.prompt, options.max_new_tokens)
+    first = next(pieces)  # a refused prompt fails here, before anything is printed
+    print(options.prompt + first, end="", flush=True)
+    for piece in pieces:
+        print(piece, end="", flush=True)
+    print()
+
+
+def tokenize(options) -> None:
+    """Print each token's id and the piece of text that it stands for."""
+    from .tokenizer import Tokenizer
+    from .weights import resolve
+
+    # GPT-2's vocabulary is installed with this package; its weights are not
+    tokenizer = Tokenizer.from_pretrained(
+        "gpt2" if options.model == "gpt2" else resolve(options.model)
+    )
+    ids = tokenizer.encode(options.text)
+    for token_id in ids:
+        print(f"{token_id:>8}  {tokenizer.decode([token_id])!r}")
+    print(f"{len(ids)} tokens, {len(options.text)} characters")
+
+
+def info(options) -> None:
+    """Print the architecture, the parameters, and the bytes of weights and of the KV cache."""
+    import torch
+
+    from .llm import architecture
+    from .weights import read_json, resolve
+
+    folder = resolve(options.model)
+    model_class, config = architecture(folder)
+    with torch.device("meta"):
+        model = model_class(config)
+    parameters = sum(p.numel() for p in model.parameters())
+    context = config.n_positions if options.context is None else options.context
+    if not 1 <= context <= config.n_positions:
+        raise ValueError(
+            f"--context is {context}, expected 1 to {config.n_positions}, the model's own"
+        )
+    stored = read_json(folder / "config.json").get("dtype", "float32")
+    per_token = 2 * config.n_layer * config.n_embd * 4  # keys and values, every layer, fp32
+    rows = {
+        "folder": folder,
+        "architecture": f"{model_class.__name__}: {config.n_layer} layers x {config.n_embd} wide, "
+        f"{config.n_head} heads of {config.n_embd // config.n_head}",
+        "vocabulary": f"{config.vocab_size:,} tokens",
+        "context": f"{config.n_positions:,} positions",
+        "parameters": f"{parameters:,}",
+        "weights": f"{4 * parameters:,} bytes in float32 (stored as {stored})",
+        "KV cache": f"{per_token:,} bytes per token in float32",
+        "": f"{per_token * context:,} bytes for {context:,} positions",
+    }
+    for name, value in rows.items():
+        print(f"{name:<14}{value}")

@@ -1,0 +1,60 @@
+"""What the tests share: no network, the time each notebook takes, and models that can show a mistake."""
+
+import os
+from collections import defaultdict
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
+from transformers.utils.logging import disable_progress_bar
+
+disable_progress_bar()
+NOTEBOOK_SECONDS = defaultdict(float)
+
+
+def pytest_runtest_logreport(report):
+    """Add up how long the cells of each notebook take."""
+    path = report.nodeid.split("::")[0]
+    if path.endswith(".ipynb"):
+        NOTEBOOK_SECONDS[os.path.basename(path)] += report.duration
+
+
+@pytest.fixture(scope="session")
+def notebook_seconds():
+    """Notebook name -> seconds, for the notebooks that ran before this test."""
+    return NOTEBOOK_SECONDS
+
+
+def random_reference(seed: int = 0, **fields) -> GPT2LMHeadModel:
+    """A GPT-2 of transformers whose random weights are large and uneven enough to show any mistake.
+
+    Weights with deviation 0.2, positions ten times that, biases that are not zero, uneven norm gains.
+    """
+    small = {"vocab_size": 97, "n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 4}
+    config = GPT2Config(**(small | {"bos_token_id": None, "eos_token_id": None} | fields))
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = GPT2LMHeadModel(config).eval()
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.normal_(std=0.2)
+                if "wpe" in name:
+                    parameter.mul_(10)
+                if ".ln_" in name and name.endswith("weight"):
+                    parameter.add_(1)
+    return model
+
+
+@pytest.fixture
+def save_reference(tmp_path):
+    """Make a random reference and its folder: `model, folder = save_reference(n_inner=32)`."""
+
+    def make(seed: int = 0, **fields):
+        model = random_reference(seed, **fields)
+        folder = tmp_path / f"model{len(list(tmp_path.iterdir()))}"
+        model.save_pretrained(folder)
+        return model, folder
+
+    return make

@@ -41,7 +41,7 @@ def box(axis, x, y, width, text, color, height=0.42, size=11, edge="none", font=
 
 
 def save(fig, name):
-    fig.savefig(FOLDER / f"02_{name}.png", dpi=130, metadata={"Software": None})
+    fig.savefig(FOLDER / name, dpi=130, metadata={"Software": None})
     plt.close(fig)
 
 
@@ -79,7 +79,7 @@ def tokenizer_path(gpt2: Tokenizer) -> None:
             arrowprops={"arrowstyle": "->", "color": GRAY},
         )
         axis.text(left, middle, label, va="center", size=9, color=GRAY)
-    save(fig, "tokenizer_path")
+    save(fig, "02_tokenizer_path.png")
 
 
 def merge_tree(gpt2: Tokenizer, word: str = " tokenizer") -> None:
@@ -114,7 +114,7 @@ def merge_tree(gpt2: Tokenizer, word: str = " tokenizer") -> None:
     axis.set_xlim(-0.6, edge + 1.8)
     axis.set_ylim(-0.6, level + 1.6)
     axis.axis("off")
-    save(fig, "merge_tree")
+    save(fig, "02_merge_tree.png")
 
 
 def stream(gpt2: Tokenizer) -> None:
@@ -149,7 +149,7 @@ def stream(gpt2: Tokenizer) -> None:
             )
         font = "DejaVu Sans" if piece == "😀" else "DejaVu Sans Mono"
         box(axis, x, rows["shown"], width, piece.replace(" ", "␣"), COLORS[n], size=12, font=font)
-    save(fig, "stream")
+    save(fig, "02_stream.png")
 
 
 if __name__ == "__main__":

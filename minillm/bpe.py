@@ -142,8 +142,8 @@ def learn_tokens(words: Counter, n_merges: int) -> tuple[list[str], list[tuple]]
 def tiktoken_core(byte_ids: dict, merges: dict, token_bytes: dict) -> tuple | None:
     """tiktoken's core on these ranks, and each rank's id; None where it could differ.
 
-    tiktoken joins any neighbours that make a token, we join the listed pairs. That is the
-    same where each token has one merge, and its own bytes merge into it.
+    tiktoken joins any neighbours that make a token, we join the listed pairs. That is
+    the same where each token has one merge, and its own bytes merge into it.
     """
     ids = [*byte_ids.values(), *(new_id for _, new_id in merges.values())]
     for token_id in ids:

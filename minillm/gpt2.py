@@ -66,7 +66,8 @@ class GPT2Config:
 
     def __post_init__(self):
         for name in ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head"):
-            if type(value := getattr(self, name)) is not int or value < 1:
+            value = getattr(self, name)
+            if type(value) is not int or value < 1:
                 raise ValueError(f"{name} is {value!r}, expected a whole number of at least 1")
         if self.n_embd % self.n_head:
             raise ValueError(
@@ -90,7 +91,7 @@ class GPT2Config:
             elif name in REFUSED_UNLESS and value not in (REFUSED_UNLESS[name], None):
                 raise ValueError(
                     f"config.json sets {name} = {value!r}, which this engine does not implement: "
-                    f"it would give a wrong answer without a word"
+                    f"ignoring it would give a wrong answer without a word"
                 )
             elif name not in IRRELEVANT | set(REFUSED_UNLESS) | {"model_type"}:
                 raise ValueError(
@@ -157,9 +158,9 @@ class GPT2(nn.Module):
         """Scores for every token of the vocabulary: `[..., D] -> [..., vocab_size]`."""
         return self.lm_head(x)
 
-    def forward(self, token_ids, **sockets) -> torch.Tensor:
-        """Logits for every position: `[B, T] -> [B, T, vocab_size]`; see `hidden_states`."""
-        return self.head(self.hidden_states(token_ids, **sockets))
+    def forward(self, token_ids, **options) -> torch.Tensor:
+        """Logits for every position: `[B, T] -> [B, T, vocab_size]`; options as in `hidden_states`."""
+        return self.head(self.hidden_states(token_ids, **options))
 
     def check_input(self, token_ids: torch.Tensor, positions: torch.Tensor) -> None:
         """ValueError, in words, before a table look-up can fail inside torch."""
@@ -222,9 +223,9 @@ def load_weights(model: GPT2, tensors: Mapping[str, torch.Tensor], dtype=torch.f
     tie_head(model.config, stored)
     wanted = {}  # checkpoint name -> (module of ours, parameter name, transpose?)
     for ours, theirs in checkpoint_names(model.config).items():
-        transpose = ours.split(".", 2)[-1] in CONV1D
+        transpose = ours.split(".", 2)[-1] in CONV1D  # blocks.0.mlp.up -> mlp.up
         for parameter, _ in model.get_submodule(ours).named_parameters():
-            wanted[f"{theirs}.{parameter}"] = (ours, parameter, transpose and parameter == "weight")
+            wanted[f"{theirs}.{parameter}"] = (ours, parameter, transpose)
     if not model.config.tie_word_embeddings:
         wanted["lm_head.weight"] = ("lm_head", "weight", False)
     missing, unexpected = sorted(wanted.keys() - stored), sorted(stored.keys() - wanted)
@@ -264,7 +265,11 @@ def reference_points(config: GPT2Config) -> list[tuple[str, str, str]]:
         points += [
             (f"{ours}.attention_norm", f"{theirs}.ln_1", "output"),
             (f"{ours}.attention.qkv", f"{theirs}.attn.c_attn", "output"),
-            (f"{ours}.attention.out", f"{theirs}.attn.c_proj", "input"),  # softmax(QK)V, merged
+            (
+                f"{ours}.attention.out",
+                f"{theirs}.attn.c_proj",
+                "input",
+            ),  # softmax(scale·QKᵀ)V, heads merged
             (f"{ours}.attention.out", f"{theirs}.attn.c_proj", "output"),
             (f"{ours}.mlp_norm", f"{theirs}.ln_2", "input"),  # the residual stream
             (f"{ours}.mlp_norm", f"{theirs}.ln_2", "output"),

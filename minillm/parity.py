@@ -27,7 +27,11 @@ TOLERANCE = 1e-5  # of the reference tensor's largest magnitude
 
 
 class ParityError(AssertionError):
-    """A ruler found a difference, or had nothing to compare."""
+    """A ruler found a difference, or had nothing to compare; `row` is the first part that drifts."""
+
+    def __init__(self, message: str, row: "Difference | None" = None):
+        super().__init__(message)
+        self.row = row
 
 
 # %% ../notebooks/04_full_forward.ipynb #difference
@@ -73,8 +77,8 @@ def compare_by_hand(name: str, given: torch.Tensor, expected: Sequence) -> None:
     on_paper = torch.tensor(expected, dtype=torch.float64)
     found = difference(name, given, on_paper)
     print(f"{name}\n  on paper {on_paper.tolist()}")
-    print(f"  computed {[round(x, 4) for x in given.flatten().tolist()]}")
-    if found.gap > 1e-4 * found.largest:  # what a person carries on paper: four digits
+    print(f"  computed {given.detach().double().round(decimals=3).tolist()}")
+    if not found.gap <= 1e-4 * found.largest:  # what a person carries on paper: four digits
         raise ParityError(f"{name}: off by {found.gap:.3g} from the result on paper")
 
 
@@ -83,10 +87,11 @@ def record(model: nn.Module, points: Sequence[tuple[str, str]], token_ids) -> li
     """Run the model once and return what passed each point, a (module name, "output" or "input")."""
     seen = {}
 
-    def watch(point):
+    def watch(point):  # one hook for each point
         def hook(module, inputs, output):
             value = inputs[0] if point[1] == "input" else output
-            seen[point] = (value[0] if isinstance(value, tuple) else value).detach().clone()
+            value = value[0] if isinstance(value, tuple) else value  # transformers: tensor first
+            seen[point] = value.detach().clone()
 
         return model.get_submodule(point[0]).register_forward_hook(hook)
 
@@ -122,9 +127,8 @@ def compare_modules(model, reference, points, token_ids, show: bool = True) -> l
         print_table(rows)
     drift = next((row for row in rows if not row.ok), None)
     if drift:
-        raise ParityError(
-            f"the first sub-module that drifts is {drift.name}: {drift.ratio:.3g} x the tolerance"
-        )
+        where = f"{drift.name}: {drift.ratio:.3g} x the tolerance"
+        raise ParityError(f"the first sub-module that drifts is {where}", drift)
     return rows
 
 

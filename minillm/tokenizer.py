@@ -175,6 +175,8 @@ class Tokenizer:
 
     def decode(self, token_ids: Iterable[int]) -> str:
         """The text of the ids, special tokens included; broken UTF-8 becomes U+FFFD."""
+        if isinstance(token_ids, int):
+            raise TypeError(f"decode takes a list of ids: write [{token_ids}]")
         return b"".join(map(self.token_bytes, token_ids)).decode("utf-8", errors="replace")
 
     def token_bytes(self, token_id: int) -> bytes:

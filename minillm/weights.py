@@ -20,9 +20,9 @@ __all__ = [
     "read_bin",
     "read_weights",
     "read_shards",
-    "end_token_ids",
     "plain_names",
     "put",
+    "end_token_ids",
 ]
 
 # %% ../notebooks/04_full_forward.ipynb #weights-imports
@@ -57,7 +57,7 @@ def resolve(name: str | Path) -> Path:
     if str(name) in embedded_names():
         return EMBEDDED / str(name)
     path = Path(name).expanduser()
-    if path.is_dir():
+    if str(name) and path.is_dir():
         if not (path / "config.json").is_file():
             raise FileNotFoundError(
                 f"the directory {path} has no config.json, so it is not a model folder: "
@@ -156,7 +156,7 @@ def read_bin(path: Path) -> dict[str, torch.Tensor]:
             f"{path} is not a plain file of tensors (it is cut, or it holds code, which is never run): "
             f"use a .safetensors file"
         ) from None
-    except (RuntimeError, EOFError, ValueError, KeyError) as error:
+    except (RuntimeError, EOFError, OSError, ValueError, KeyError) as error:
         raise ValueError(
             f"{path} is not a complete .bin file ({first_line(error)}): download it again"
         ) from None
@@ -207,16 +207,6 @@ def read_shards(folder: Path, index: Path, reader: Callable) -> dict[str, torch.
     return tensors
 
 
-# %% ../notebooks/04_full_forward.ipynb #end-token-ids
-def end_token_ids(folder: Path) -> set[int]:
-    """The ids that end a text: those of config.json and of generation_config.json together."""
-    ids = set()
-    for name in ("config.json", "generation_config.json"):
-        value = read_json(folder / name).get("eos_token_id") if (folder / name).is_file() else None
-        ids |= set(value) if isinstance(value, list) else set() if value is None else {value}
-    return ids
-
-
 # %% ../notebooks/04_full_forward.ipynb #plain-names
 PREFIXES = ("_orig_mod.", "module.", "transformer.")
 
@@ -248,3 +238,15 @@ def put(module: nn.Module, parameter: str, tensor, name: str, transpose: bool, d
     tensor = tensor.to(dtype)  # the same tensor, still mapped, where the dtype already fits
     tensor = tensor.t() if transpose else tensor  # [in, out] -> [out, in]
     setattr(module, parameter, nn.Parameter(tensor, requires_grad=False))
+
+
+# %% ../notebooks/04_full_forward.ipynb #end-token-ids
+def end_token_ids(folder: Path) -> set[int]:
+    """The ids that end a text: those of config.json and of generation_config.json together."""
+    ids = set()
+    for name in ("config.json", "generation_config.json"):
+        if (folder / name).is_file():
+            value = read_json(folder / name).get("eos_token_id")
+            if value is not None:
+                ids.update(value if isinstance(value, list) else [value])
+    return ids

@@ -55,7 +55,15 @@ def test_modules_are_what_the_notebooks_export(tmp_path):
 
 def test_hand_written_modules_survive_an_export():
     generated = {path.stem for path in make.generated_modules(ROOT)}
-    assert {"tokenizer", "layers", "gpt2", "weights", "parity"} == generated
+    assert {
+        "bpe",
+        "tokenizer_files",
+        "tokenizer",
+        "layers",
+        "gpt2",
+        "weights",
+        "parity",
+    } == generated
     assert not generated & {"__init__", "cli", "llm", "widgets", "plots"}
 
 
@@ -147,7 +155,7 @@ def test_ruff(arguments):
 
 
 def test_modules_import_only_from_earlier_chapters():
-    order = ["tokenizer", "layers", "weights", "gpt2", "parity"]
+    order = ["bpe", "tokenizer_files", "tokenizer", "layers", "weights", "gpt2", "parity"]
     assert set(order) == {path.stem for path in make.generated_modules(ROOT)}
     for n, name in enumerate(order):
         tree = ast.parse((ROOT / "minillm" / f"{name}.py").read_text())

@@ -223,6 +223,20 @@ def test_merges_by_rank_even_where_tiktoken_would_not():
         tokenizer.encode("abc", engine="tiktoken")
 
 
+def test_a_token_that_two_merges_make_keeps_tiktoken_out():
+    """It has two ranks, and tiktoken's table has room for one."""
+    vocab, merges = (
+        bytes_vocab("aa", "aaa", "ac"),
+        [("a", "a"), ("aa", "a"), ("a", "c"), ("a", "aa")],
+    )
+    tokenizer, reference = Tokenizer(vocab, merges), Reference(models.BPE(vocab, merges))
+    ids = [vocab["aaa"], vocab["c"]]
+    assert tokenizer.encode("aaac") == ids == reference.encode("aaac").ids
+    assert tokenizer.encode("aaac " * 10_000)[:2] == ids
+    with pytest.raises(ValueError, match="differently"):
+        tokenizer.encode("aaac", engine="tiktoken")
+
+
 @pytest.mark.parametrize("seed", range(30))
 def test_any_list_of_merges_equals_tokenizers(seed):
     """Merges in any order, some never reached, some making the same token as others."""
@@ -483,6 +497,8 @@ def test_bad_arguments(gpt2):
         gpt2.encode("a", engine="fast")
     with pytest.raises(ValueError, match="'nowhere' is no directory.*'fairytale' or 'gpt2'"):
         Tokenizer.from_pretrained("nowhere")
+    with pytest.raises(TypeError, match=r"list of ids: write \[5\]"):
+        gpt2.decode(5)
     with pytest.raises(ValueError, match="same id"):
         Tokenizer(bytes_vocab() | {"ab": 5}, [])
 

@@ -1,5 +1,7 @@
 """The exercises of chapter 4: loading weights, counting them, comparing, and the greedy loop."""
 
+import math
+
 import torch
 from torch.nn import functional as F
 
@@ -43,16 +45,17 @@ conv1d_to_linear = Exercise(
 
 # ---- count_parameters -----------------------------------------------------------------------
 
-GPT2_SMALL = (50257, 1024, 768, 12)
-FAIRYTALE = (4096, 512, 256, 6)
+GPT2_SMALL = (50257, 1024, 768, 12, 3072, True)
+UNTIED = (4096, 512, 256, 6, 640, False)
 
 
-def count_reference(vocab_size, n_positions, n_embd, n_layer):
+def count_reference(vocab_size, n_positions, n_embd, n_layer, n_inner, tied):
     """PyTorch counts the tensors of the real class; nothing is computed here."""
     from ..gpt2 import GPT2, GPT2Config
 
+    sizes = (vocab_size, n_positions, n_embd, n_layer)
     with torch.device("meta"):
-        model = GPT2(GPT2Config(vocab_size, n_positions, n_embd, n_layer, n_head=1))
+        model = GPT2(GPT2Config(*sizes, n_head=1, n_inner=n_inner, tie_word_embeddings=tied))
     return sum(p.numel() for p in model.parameters())
 
 
@@ -69,19 +72,29 @@ def off_by(amount, name):
 count_parameters = Exercise(
     name="count_parameters",
     reference=count_reference,
-    cases=(GPT2_SMALL, FAIRYTALE),
+    cases=(GPT2_SMALL, UNTIED),
     mistakes=(
         off_by(
-            lambda V, P, D, L: V * D,
-            "exactly one more token table. The head is tied, so count it once",
+            lambda V, P, D, L, M, tied: V * D * tied,
+            "exactly one more token table. A tied head counts once",
         ),
-        off_by(lambda V, P, D, L: -P * D, "exactly the position table"),
-        off_by(lambda V, P, D, L: -2 * D, "exactly the gain and bias of the final norm"),
         off_by(
-            lambda V, P, D, L: -L * 9 * D, "exactly the biases of the linear layers in the blocks"
+            lambda V, P, D, L, M, tied: -V * D * (not tied), "exactly the table of the untied head"
         ),
-        off_by(lambda V, P, D, L: -L * 4 * D, "exactly the two norms of each block"),
-        off_by(lambda V, P, D, L: -L * (D * D + D), "exactly attention's output projection"),
+        off_by(lambda V, P, D, L, M, tied: -P * D, "exactly the position table"),
+        off_by(lambda V, P, D, L, M, tied: -2 * D, "exactly the gain and bias of the final norm"),
+        off_by(
+            lambda V, P, D, L, M, tied: -L * (5 * D + M),
+            "exactly the biases of the linear layers in the blocks",
+        ),
+        off_by(lambda V, P, D, L, M, tied: -L * 4 * D, "exactly the two norms of each block"),
+        off_by(
+            lambda V, P, D, L, M, tied: -L * (D * D + D), "exactly attention's output projection"
+        ),
+        off_by(
+            lambda V, P, D, L, M, tied: L * (2 * D + 1) * (4 * D - M),
+            "your MLP is four times the width, whatever n_inner says",
+        ),
     ),
     right="you can tell the size of a GPT-2 from its config, before you download it",
 )
@@ -98,14 +111,14 @@ def drifting(largest, gaps):
     return list(NAMES), ours, reference
 
 
-def drift_rule(gap, bound, pick=lambda drifts: drifts[0]):
+def drift_rule(gap, bound, pick=lambda drifts: drifts[0], exceeds=lambda a, b: not a <= b):
     """A ruler with another gap, bound or choice."""
 
     def rule(names, ours, reference):
         drifts = [
             (name, gap(a, b))
             for name, a, b in zip(names, ours, reference, strict=True)
-            if gap(a, b) > bound(b)
+            if exceeds(gap(a, b), bound(b))
         ]
         return pick(drifts)[0] if drifts else "equal"
 
@@ -125,10 +138,11 @@ first_drift = Exercise(
     reference=drift_rule(largest_gap, relative),
     cases=(
         drifting([1, 1, 1, 1], [0, 2e-6, 0, 1e-6]),  # noise everywhere
-        drifting([1, 1, 1, 1], [0, -3e-4, 0.5, 1e-3]),  # three drift; the first one is negative
+        drifting([1, 1, 1, 1], [-3e-4, 1e-3, 0.5, 2e-3]),  # all drift; the first one is negative
         drifting([1, 1, 1, 1], [0, 0, 2e-5, 0]),  # one wrong number among right ones
         drifting([1, 100, 1, 1], [0, 5e-4, 0, 0]),  # a large tensor: the same gap is noise
         drifting([1, 1e-3, 1, 1], [0, 5e-7, 0, 0]),  # a small tensor: a small gap is not
+        drifting([1, 1, 1, 1], [0, 0, math.nan, 0]),
     ),
     mistakes=(
         Mistake(
@@ -146,6 +160,10 @@ first_drift = Exercise(
         Mistake(
             says="negative differences slip through: take the absolute value before the maximum",
             wrong=drift_rule(lambda a, b: (a - b).max().item(), relative),
+        ),
+        Mistake(
+            says="a NaN slips through: it is neither above nor below the bound, so ask for `not (gap <= bound)`",
+            wrong=drift_rule(largest_gap, relative, exceeds=lambda a, b: a > b),
         ),
         Mistake(
             says="you average the difference, so one wrong number hides among many right ones",

@@ -159,7 +159,7 @@ def attention_shapes() -> None:
     half = top - high / 2
     table(0, top, 8, GREY, "x", "[B, T, D]\n[1, 6, 8]")
     arrow(ax, (2.6, half), (4.75, half))
-    label(ax, 3.6, half + 0.75, "one\nlinear\nlayer", size=7.5)
+    label(ax, 3.6, half + 0.95, "one\nlinear\nlayer", size=7.5)
     table(4.9, top, 24, parts, shape="[B, T, 3·D]\n[1, 6, 24]")
     for i, name in enumerate("QKV"):
         label(ax, 6.1 + 2.4 * i, top + 0.4, name)
@@ -185,7 +185,7 @@ def attention_shapes() -> None:
     arrow(ax, (27.9, low - high / 2), (29.9, low - high / 2))
     table(30.1, low, 8, two_heads, "merge", "[B, T, D]\n[1, 6, 8]")
     arrow(ax, (32.7, low - high / 2), (35.5, low - high / 2))
-    label(ax, 34.05, low - high / 2 + 0.4, "projection", size=7.5)
+    label(ax, 34.05, low - high / 2 + 0.6, "projection\n[D, D]", size=7.5)
     table(35.7, low, 8, GREY, "+ x", "[B, T, D]\n[1, 6, 8]")
     ax.set_xlim(-0.2, 38.3)
     ax.set_ylim(-2.9, 8.0)
@@ -213,7 +213,7 @@ def head_split() -> None:
             size=10,
         )
 
-    for top, title, color in ((9.2, "right", "#2c7a2c"), (3.6, "wrong", "#b03030")):
+    for top, title, color in ((9.2, "correct", "#2c7a2c"), (3.6, "wrong", "#b03030")):
         label(ax, -0.2, top + 0.75, title, size=12, color=color, ha="left", weight="bold")
         table(1.6, top, numbers)
         for t in range(3):

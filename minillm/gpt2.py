@@ -8,11 +8,11 @@ __all__ = [
     "REFUSED_UNLESS",
     "BLOCK_NAMES",
     "CONV1D",
+    "BLOCK_POINTS",
     "GPT2Config",
     "GPT2",
     "checkpoint_names",
     "load_weights",
-    "tie_head",
     "reference_points",
     "greedy",
 ]
@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from .layers import ACTIVATIONS, MLP, Attention, Block, LayerNorm, causal_mask, position_ids
-from .weights import plain_names, put, read_json, read_weights, resolve
+from .weights import plain_names, put, read_json, read_weights, resolve, tie_head
 
 # %% ../notebooks/04_full_forward.ipynb #config-fields
 IRRELEVANT = set(
@@ -65,13 +65,13 @@ class GPT2Config:
     tie_word_embeddings: bool = True
 
     def __post_init__(self):
-        for name in ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head"):
+        for name in ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head", "n_inner"):
             value = getattr(self, name)
-            if type(value) is not int or value < 1:
+            if (type(value) is not int or value < 1) and (name, value) != ("n_inner", None):
                 raise ValueError(f"{name} is {value!r}, expected a whole number of at least 1")
         if self.n_embd % self.n_head:
             raise ValueError(
-                f"n_embd = {self.n_embd} does not divide into n_head = {self.n_head} equal heads"
+                f"n_embd = {self.n_embd} does not divide into {self.n_head} equal heads (n_head)"
             )
         if self.activation_function not in ACTIVATIONS:
             raise ValueError(
@@ -91,7 +91,7 @@ class GPT2Config:
             elif name in REFUSED_UNLESS and value not in (REFUSED_UNLESS[name], None):
                 raise ValueError(
                     f"config.json sets {name} = {value!r}, which this engine does not implement: "
-                    f"ignoring it would give a wrong answer without a word"
+                    f"to ignore it would give a wrong answer"
                 )
             elif name not in IRRELEVANT | set(REFUSED_UNLESS) | {"model_type"}:
                 raise ValueError(
@@ -115,18 +115,16 @@ class GPT2(nn.Module):
 
     def __init__(self, config: GPT2Config, attention: str = "sdpa"):
         super().__init__()
-        D, inner = config.n_embd, config.n_inner or 4 * config.n_embd
+        D, scale = config.n_embd, config.attention_scale
         self.config = config
         self.token_embedding = nn.Embedding(config.vocab_size, D)
         self.position_embedding = nn.Embedding(config.n_positions, D)
         self.blocks = nn.ModuleList(
             Block(
                 attention_norm=LayerNorm(D, config.layer_norm_epsilon),
-                attention=Attention(
-                    D, config.n_head, layer, config.attention_scale(layer), attention
-                ),
+                attention=Attention(D, config.n_head, layer, scale(layer), attention),
                 mlp_norm=LayerNorm(D, config.layer_norm_epsilon),
-                mlp=MLP(D, inner, config.activation_function),
+                mlp=MLP(D, config.n_inner or 4 * D, config.activation_function),
             )
             for layer in range(config.n_layer)
         )
@@ -220,7 +218,8 @@ def load_weights(model: GPT2, tensors: Mapping[str, torch.Tensor], dtype=torch.f
     missing and every unexpected tensor, or the first one of a wrong shape or kind.
     """
     stored = plain_names(tensors)
-    tie_head(model.config, stored)
+    if model.config.tie_word_embeddings:
+        tie_head(stored, "wte.weight")
     wanted = {}  # checkpoint name -> (module of ours, parameter name, transpose?)
     for ours, theirs in checkpoint_names(model.config).items():
         transpose = ours.split(".", 2)[-1] in CONV1D  # blocks.0.mlp.up -> mlp.up
@@ -241,43 +240,28 @@ def load_weights(model: GPT2, tensors: Mapping[str, torch.Tensor], dtype=torch.f
     return model
 
 
-# %% ../notebooks/04_full_forward.ipynb #tie-head
-def tie_head(config: GPT2Config, stored: dict[str, torch.Tensor]) -> None:
-    """Reduce the ways to store a tied head to one: the table `wte.weight` and no `lm_head.weight`."""
-    if not config.tie_word_embeddings or "lm_head.weight" not in stored:
-        return
-    head = stored.pop("lm_head.weight")
-    table = stored.setdefault("wte.weight", head)
-    if table is not head and not torch.equal(table, head):
-        raise ValueError(
-            "config.json ties the head to the token embedding, but the file holds lm_head.weight "
-            "with other numbers than wte.weight: set tie_word_embeddings to false to use both"
-        )
-
-
 # %% ../notebooks/04_full_forward.ipynb #reference-points
+BLOCK_POINTS = [
+    ("attention_norm", "ln_1", "output"),
+    ("attention.qkv", "attn.c_attn", "output"),
+    ("attention.out", "attn.c_proj", "input"),  # softmax(scale·QKᵀ)V, heads merged
+    ("attention.out", "attn.c_proj", "output"),
+    ("mlp_norm", "ln_2", "input"),  # the residual stream
+    ("mlp_norm", "ln_2", "output"),
+    ("mlp.up", "mlp.c_fc", "output"),
+    ("mlp.activation", "mlp.act", "output"),
+    ("mlp.down", "mlp.c_proj", "output"),
+]
+
+
 def reference_points(config: GPT2Config) -> list[tuple[str, str, str]]:
     """Where to compare with transformers: (our module, theirs, "output" or "input"), in running order."""
     points = [("token_embedding", "transformer.wte", "output")]
     points += [("position_embedding", "transformer.wpe", "output")]
     for layer in range(config.n_layer):
         ours, theirs = f"blocks.{layer}", f"transformer.h.{layer}"
-        points += [
-            (f"{ours}.attention_norm", f"{theirs}.ln_1", "output"),
-            (f"{ours}.attention.qkv", f"{theirs}.attn.c_attn", "output"),
-            (
-                f"{ours}.attention.out",
-                f"{theirs}.attn.c_proj",
-                "input",
-            ),  # softmax(scale·QKᵀ)V, heads merged
-            (f"{ours}.attention.out", f"{theirs}.attn.c_proj", "output"),
-            (f"{ours}.mlp_norm", f"{theirs}.ln_2", "input"),  # the residual stream
-            (f"{ours}.mlp_norm", f"{theirs}.ln_2", "output"),
-            (f"{ours}.mlp.up", f"{theirs}.mlp.c_fc", "output"),
-            (f"{ours}.mlp.activation", f"{theirs}.mlp.act", "output"),
-            (f"{ours}.mlp.down", f"{theirs}.mlp.c_proj", "output"),
-            (ours, theirs, "output"),
-        ]
+        points += [(f"{ours}.{a}", f"{theirs}.{b}", side) for a, b, side in BLOCK_POINTS]
+        points += [(ours, theirs, "output")]
     return points + [("final_norm", "transformer.ln_f", "output"), ("lm_head", "lm_head", "output")]
 
 

@@ -67,11 +67,12 @@ def check_attention_inputs(q, k, mask):
         )
     scores = [*q.shape[:-1], k.shape[-2]]  # [B, H, T, S]
     sizes = zip(mask.shape[::-1], scores[::-1], strict=False)
-    if mask.dim() > len(scores) or any(size not in (1, wanted) for size, wanted in sizes):
+    fits = all(size in (1, wanted) for size, wanted in sizes)
+    if mask.dim() > len(scores) or not fits:
         T, S = scores[-2:]
         raise ValueError(
-            f"the attention mask has shape {list(mask.shape)}, but the scores have shape "
-            f"{scores}: build it with causal_mask({T}, {S - T}, padding_mask)"
+            f"the attention mask has shape {list(mask.shape)}, but the scores have "
+            f"shape {scores}: build it with causal_mask({T}, {S - T}, padding_mask)"
         )
 
 
@@ -149,7 +150,7 @@ def choose(known, name, what):
 
 # %% ../notebooks/03_embedding_and_block.ipynb #attention-class-code
 class Attention(nn.Module):
-    """Multi-head self-attention with a fused projection, [B, T, D] -> [B, T, D].
+    """Multi-head self-attention with a joint Q, K, V layer, [B, T, D] -> [B, T, D].
 
     `kernel` is "naive" or "sdpa"; `scale` is 1 / √d by default; `layer` is the number
     under which a cache keeps this layer's keys and values. Raises ValueError for a
@@ -252,9 +253,11 @@ def causal_mask(new_length, past_length=0, padding_mask=None):
 
     Query i of this call sees the keys <= past + i of its own row that are not padding
     (Vaswani et al. 2017, section 3.2.3). `padding_mask` is bool [B, past + T], True =
-    real; a padding token also sees itself, so that its softmax is never 0 / 0.
-    Returns [1, 1, T, past + T], or [B, 1, T, past + T] with a padding mask. Raises
-    ValueError for a padding mask of another shape or dtype.
+    real; a padding token also sees itself, so that its softmax is never 0 / 0. Padding
+    at the right or in the middle also sees the real tokens before it, which is
+    harmless: nobody looks at padding. Returns [1, 1, T, past + T], or [B, 1, T, past +
+    T] with a padding mask. Raises ValueError for a padding mask of another shape or
+    dtype.
     """
     queries = past_length + torch.arange(new_length)  # [T], places in the row
     keys = torch.arange(past_length + new_length)  # [past + T]

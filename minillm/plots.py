@@ -4,14 +4,18 @@ import torch
 
 
 def draw_matrices(
-    panels: dict[str, torch.Tensor], queries: list[str], keys: list[str] | None = None
+    panels: dict[str, torch.Tensor],
+    queries: list[str],
+    keys: list[str] | None = None,
+    axes: tuple[str, str] = ("query", "key"),
 ) -> None:
     """Draw matrices of weights or masks side by side: a row is a query, a column is a key.
 
     `panels` maps a title to a matrix [T, S] of numbers from 0 (white) to 1 (dark), or of bools.
     `queries` are the T tokens at the left edge, `keys` the S tokens at the top; without `keys`
-    they are the same. The numbers are written into the cells where they fit. Raises ValueError
-    for a matrix that does not have one row per query and one column per key.
+    they are the same. `axes` says what a row and what a column is. The numbers are written into
+    the cells where they fit: 0 is exactly nothing, 0.00 a little. Raises ValueError for a matrix
+    that does not have one row per query and one column per key.
     """
     keys = queries if keys is None else keys
     for title, matrix in panels.items():
@@ -22,10 +26,13 @@ def draw_matrices(
             )
     plt = _pyplot()
     side = 0.52 * max(len(keys), 4) + 0.9
-    size = (side * len(panels), 0.52 * len(queries) + 1.2)
-    figure, axes = plt.subplots(1, len(panels), figsize=size, squeeze=False, layout="constrained")
-    for ax, (title, matrix) in zip(axes[0], panels.items(), strict=True):
+    size = (side * len(panels), 0.52 * len(queries) + 1.4)
+    figure, places = plt.subplots(1, len(panels), figsize=size, squeeze=False, layout="constrained")
+    for ax, (title, matrix) in zip(places[0], panels.items(), strict=True):
         _draw(ax, title, matrix.detach(), queries, keys)
+        ax.xaxis.set_label_position("top")
+        ax.set_xlabel(f"{axes[1]} →", fontsize=8, color="#777777", labelpad=7)
+    places[0, 0].set_ylabel(f"← {axes[0]}", fontsize=8, color="#777777")
 
 
 def _draw(ax, title: str, matrix: torch.Tensor, queries: list[str], keys: list[str]) -> None:

@@ -22,6 +22,7 @@ __all__ = [
     "read_shards",
     "plain_names",
     "put",
+    "tie_head",
     "end_token_ids",
 ]
 
@@ -238,6 +239,23 @@ def put(module: nn.Module, parameter: str, tensor, name: str, transpose: bool, d
     tensor = tensor.to(dtype)  # the same tensor, still mapped, where the dtype already fits
     tensor = tensor.t() if transpose else tensor  # [in, out] -> [out, in]
     setattr(module, parameter, nn.Parameter(tensor, requires_grad=False))
+
+
+# %% ../notebooks/04_full_forward.ipynb #tie-head
+def tie_head(stored: dict[str, torch.Tensor], table_name: str) -> None:
+    """Reduce the ways to store a tied head to one: the token table and no `lm_head.weight`.
+
+    Raises ValueError when both are stored with different numbers: then they are not tied.
+    """
+    head = stored.pop("lm_head.weight", None)
+    if head is None:
+        return
+    table = stored.setdefault(table_name, head)
+    if table is not head and not torch.equal(table, head):
+        raise ValueError(
+            f"config.json ties the head to the token embedding, but the file holds lm_head.weight "
+            f"with other numbers than {table_name}: set tie_word_embeddings to false to use both"
+        )
 
 
 # %% ../notebooks/04_full_forward.ipynb #end-token-ids

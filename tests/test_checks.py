@@ -116,6 +116,17 @@ def test_what_a_check_says_about_other_answers():
     assert "yours is nan" in toy().verdict(lambda x: x * math.nan)
 
 
+def test_the_right_values_in_the_wrong_container_are_named():
+    lists = toy(reference=lambda x: [2, 4], mistakes=())
+    assert lists.verdict(lambda x: (2, 4)).endswith("expected is a list, yours is a tuple")
+    assert lists.verdict(lambda x: [2.0, 4.0]).startswith("right")
+
+
+def test_a_mask_of_numbers_is_no_mask():
+    masks = toy(reference=lambda x: torch.tensor([True, False]), mistakes=())
+    assert "expected torch.bool" in masks.verdict(lambda x: torch.tensor([1.0, 0.0]))
+
+
 def test_a_mistake_that_crashes_later_is_still_named():
     def wrong(x):
         if len(x) == 1:

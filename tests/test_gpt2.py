@@ -168,6 +168,7 @@ def test_the_three_lists_do_not_overlap():
         ({"activation_function": "swish2"}, "swish2"),
         ({"n_head": 5}, "n_head"),
         ({"n_layer": 0}, "n_layer"),
+        ({"n_inner": 0}, "n_inner"),
         ({"n_embd": "768"}, "n_embd"),
         ({"model_type": "mamba"}, "mamba"),
     ],

@@ -557,6 +557,8 @@ def test_a_picture_carries_its_tokens_and_numbers():
     assert (left.get_title(), right.get_title()) == ("left", "right")
     assert [t.get_text() for t in left.texts] == ["1.00", "0", "0", "0.25", "0.75", "0"]
     assert not right.texts
+    assert [ax.get_xlabel() for ax in (left, right)] == ["key →"] * 2
+    assert (left.get_ylabel(), right.get_ylabel()) == ("← query", "")
     plt.close("all")
 
 

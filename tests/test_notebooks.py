@@ -185,7 +185,7 @@ def test_environment_file_installs_this_package():
     text = (ROOT / "environment.yml").read_text()
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     pip_lines = re.findall(r"^ +- (-.*)$", text, re.M)
-    assert pip_lines == ["-c constraints.txt -e .[test]"]
+    assert pip_lines == ["-c constraints.txt", "-e .[test]"]  # on one line pip drops the first
     assert "test" in project["optional-dependencies"] and "lab" in project["optional-dependencies"]
     assert re.findall(r"channels:\n((?:  - .*\n)+)", text) == ["  - conda-forge\n  - nodefaults\n"]
     assert re.search(r"^  - python=3\.1[1-9]$", text, re.M)

@@ -135,6 +135,17 @@ def test_a_missing_shard_is_named(save_reference):
         read_weights(folder)
 
 
+def test_a_tensor_that_the_index_promises_and_no_shard_holds_is_named(save_reference):
+    _, folder = save_reference()
+    shard(folder)
+    path = folder / "model-00002-of-00002.safetensors"
+    tensors = load_file(path)
+    name = sorted(tensors)[0]
+    save_file({k: v for k, v in tensors.items() if k != name}, path)
+    with pytest.raises(ValueError, match=f"promises {name}, but {path.name}"):
+        read_weights(folder)
+
+
 @pytest.mark.parametrize("index", ["{}", '{"weight_map": []}', "{", "[]"])
 def test_a_broken_index_is_refused(save_reference, index):
     _, folder = save_reference()

@@ -39,7 +39,7 @@ def _says_unbiased(given, expected, arguments):
 
 
 LAYER_NORM = Exercise(
-    name="layer_norm",
+    name="my_layer_norm",
     reference=lambda x, weight, bias, eps: F.layer_norm(x, weight.shape, weight, bias, eps),
     cases=(
         (_random(0, 2, 3, 4) * 2 + 5, torch.tensor([1.0, 2, 0.5, 1.5]), _random(1, 4), 1e-5),
@@ -115,7 +115,7 @@ def _says_reshape(given, expected, arguments):
 
 
 SPLIT_HEADS = Exercise(
-    name="split_heads",
+    name="my_split_heads",
     reference=lambda x, n_heads: torch.stack(x.chunk(n_heads, dim=-1), dim=1),
     cases=(
         (torch.arange(24.0).reshape(1, 3, 8), 2),
@@ -236,7 +236,7 @@ def _says_row_sum(given, expected, arguments):
 
 
 ATTENTION_WEIGHTS = Exercise(
-    name="attention_weights",
+    name="my_attention_weights",
     reference=_weights_by_torch,
     cases=(
         (
@@ -312,7 +312,7 @@ def _corner_sign(given, expected, arguments) -> bool:
 
 _PADDED = torch.tensor([[False, False, True, True, True], [True] * 5])
 CAUSAL_MASK = Exercise(
-    name="causal_mask",
+    name="my_causal_mask",
     reference=layers.causal_mask,
     cases=(
         (4, 0, None),
@@ -445,8 +445,8 @@ def _adds_the_start(x, norm_1, attend, norm_2, think):
     return x + think(norm_2(middle))
 
 
-PRE_NORM_BLOCK = Exercise(
-    name="pre_norm_block",
+BLOCK = Exercise(
+    name="my_block",
     reference=lambda x, norm_1, attend, norm_2, think: layers.Block(
         *(_AsModule(part) for part in (norm_1, lambda x, *sockets: attend(x), norm_2, think))
     )(x),
@@ -494,7 +494,7 @@ PRE_NORM_BLOCK = Exercise(
             ),
         ),
     ),
-    right="stack it twelve times and it is the body of GPT-2",
+    right="stack it twelve times and it is the body of the smallest GPT-2",
 )
 
 
@@ -508,5 +508,5 @@ class _AsModule(torch.nn.Module):
 
 EXERCISES = {
     exercise.name: exercise
-    for exercise in (LAYER_NORM, SPLIT_HEADS, ATTENTION_WEIGHTS, CAUSAL_MASK, PRE_NORM_BLOCK)
+    for exercise in (LAYER_NORM, SPLIT_HEADS, ATTENTION_WEIGHTS, CAUSAL_MASK, BLOCK)
 }

@@ -117,6 +117,9 @@ def first_difference(given, expected, arguments) -> str:
         return f"expected {kinds[0]}, yours is {kinds[1]}"
     if a.shape != b.shape:
         return f"expected shape {list(b.shape)}, yours is {list(a.shape)}"
+    if same(a, b):
+        kinds = [type(x).__name__ for x in (expected, given)]
+        return f"the values are right, but expected is a {kinds[0]}, yours is a {kinds[1]}"
     gap = (a - b).abs().nan_to_num(nan=math.inf)
     where = torch.nonzero(gap > 1e-4 * b.abs().nan_to_num(posinf=0, neginf=0).max())[0].tolist()
     at = f"at {where} " if where else ""

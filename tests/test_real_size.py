@@ -1,0 +1,67 @@
+"""The 124M shape with random weights: the size at which memory and time begin to matter."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from conftest import random_reference
+
+from minillm.gpt2 import GPT2, greedy, reference_points
+from minillm.parity import compare_modules, compare_text
+
+SHAPE = {"vocab_size": 50257, "n_positions": 1024, "n_embd": 768, "n_layer": 12, "n_head": 12}
+WEIGHT_BYTES = 4 * 124_439_808
+
+
+@pytest.fixture(scope="module")
+def real_size(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("gpt2-124m")
+    reference = random_reference(seed=1, **SHAPE)
+    reference.save_pretrained(folder)
+    yield reference, folder
+    (folder / "model.safetensors").unlink()
+
+
+def test_greedy_text_and_sub_modules_equal_transformers(real_size):
+    reference, folder = real_size
+    model = GPT2.from_pretrained(folder)
+    prompt = [15496, 995, 11, 262]
+    rows = compare_modules(
+        model, reference, reference_points(model.config), torch.tensor([prompt]), show=False
+    )
+    assert len(rows) == 4 + 10 * 12
+    ids = list(greedy(model, prompt, 60))
+    assert len(set(ids)) >= 20, "this model repeats itself: it proves little"
+    assert compare_text(lambda prompt_ids, n: ids[:n], reference, [prompt], 60) == 60
+
+
+PEAK = """
+import sys
+import torch
+torch.set_num_threads(1)
+if len(sys.argv) > 1:
+    from minillm.gpt2 import GPT2
+    model = GPT2.from_pretrained(sys.argv[1])
+    with torch.inference_mode():
+        model.head(model.hidden_states(torch.arange(64)[None])[0, -1])
+print(next(line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM")))
+"""
+
+
+@pytest.mark.skipif(
+    not os.path.exists("/proc/self/status"), reason="the peak is read from Linux's /proc"
+)
+def test_loading_and_one_forward_hold_the_weights_once(real_size):
+    _, folder = real_size
+
+    def peak(*arguments) -> int:
+        command = [sys.executable, "-c", PEAK, *map(str, arguments)]
+        return 1024 * int(
+            subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        )
+
+    extra = peak(folder) - peak()
+    print(f"peak beyond torch: {extra / WEIGHT_BYTES:.3f} x the weights")
+    assert WEIGHT_BYTES < extra < 1.2 * WEIGHT_BYTES

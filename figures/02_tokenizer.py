@@ -83,7 +83,7 @@ def tokenizer_path(gpt2: Tokenizer) -> None:
 
 
 def merge_tree(gpt2: Tokenizer, word: str = " tokenizer") -> None:
-    """The merges of one word: bytes below, tokens on top, the rank at each join."""
+    """The merges of one word: bytes below, ids on top, the rank of each join on the right."""
     fig, axis = plt.subplots(figsize=(8.6, 4.6), layout="constrained")
 
     def node(name: str, x: float, y: float, color: str) -> tuple[str, float, float]:
@@ -108,9 +108,9 @@ def merge_tree(gpt2: Tokenizer, word: str = " tokenizer") -> None:
         axis.text(edge + 0.2, level, f"{level}. rank {rank:,}", va="center", size=10, color=GRAY)
         ids[i : i + 2] = [new_id]
         nodes[i : i + 2] = [node(left + right, (x1 + x2) / 2, level, COLORS[1])]
-    for name, x, y in nodes:
+    for token_id, (_, x, y) in zip(ids, nodes, strict=True):
         line([x, x], [y, level + 1])
-        node(name, x, level + 1, COLORS[2])
+        node(f"id {token_id}", x, level + 1, COLORS[2])
     axis.set_xlim(-0.6, edge + 1.8)
     axis.set_ylim(-0.6, level + 1.6)
     axis.axis("off")

@@ -79,7 +79,7 @@ def merge_by_rank(ids: list[int], merges: dict[tuple, tuple[int, int]]) -> list[
         found = merges.get((ids[left], ids[right])) if right < n else None
         if found is None or found[0] != rank:
             continue  # one of the two has been joined with something else
-        ids[left], ids[right] = found[1], None
+        ids[left], ids[right] = found[1], None  # None: joined away
         after[left] = after[right]
         if after[left] < n:
             before[after[left]] = left

@@ -7,6 +7,7 @@ __all__ = [
     "END_OF_TEXT",
     "BYTE_LEVEL",
     "STEPS",
+    "CHANGES_IDS",
     "read_json",
     "read_tokenizer_json",
     "read_two_files",
@@ -38,6 +39,9 @@ BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False}
 # The two ways of cutting that we know, as a tokenizer.json writes them.
 STEPS = {"gpt2": [BYTE_LEVEL]}
 STEPS["digits"] = [{"type": "Digits", "individual_digits": True}, BYTE_LEVEL]
+# Settings of a model that would change the ids, and that we do not know.
+CHANGES_IDS = ("byte_fallback", "dropout", "ignore_merges")
+CHANGES_IDS += ("continuing_subword_prefix", "end_of_word_suffix")
 
 
 # %% ../notebooks/02_tokenizer.ipynb #read-tokenizer-json
@@ -50,10 +54,10 @@ def read_tokenizer_json(path: Path) -> dict:
         {key: value for key, value in step.items() if (key, value) not in harmless}
         for step in cutting.get("pretokenizers", [cutting])
     ]
-    asked = {name: model.get(name) for name in ("byte_fallback", "dropout", "ignore_merges")}
-    asked |= {name: model.get(name) for name in ("continuing_subword_prefix", "end_of_word_suffix")}
+    asked = {name: model.get(name) for name in CHANGES_IDS}
     asked["normalizer"] = content.get("normalizer")
-    asked["model"] = model.get("type", "BPE").replace("BPE", "")
+    kind = model.get("type", "BPE")
+    asked["model"] = "" if kind == "BPE" else kind or "none"
     asked["pre_tokenizer"] = "" if steps in STEPS.values() else cutting or "none"
     unknown = {name: value for name, value in asked.items() if value}
     if unknown:

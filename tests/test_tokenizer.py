@@ -193,7 +193,7 @@ def test_tiktoken_with_its_own_cutting_agrees(gpt2):
     "text", [" " * 1_000_000, "a" * 100_000, "Once upon a time, in 1812. " * 37_037]
 )
 def test_long_texts_take_seconds(gpt2, engine, text):
-    """tiktoken's own cutting panics on a million spaces; plain merging is quadratic in a run."""
+    """tiktoken panics when it cuts a million spaces by GPT-2's pattern; plain merging is quadratic."""
     start = time.perf_counter()
     ids = gpt2.encode(text, engine=engine)
     assert time.perf_counter() - start < 15  # about 1 s on an idle core
@@ -530,13 +530,16 @@ PREFIX = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "
             {"tokenizer_json": tokenizer_json({}, [], model={"type": "WordPiece"})},
             '"model": "WordPiece"',
         ),
-        (
-            {"tokenizer_json": tokenizer_json({}, [], model={"ignore_merges": True})},
-            "ignore_merges",
-        ),
-        (
-            {"tokenizer_json": tokenizer_json({}, [], model={"byte_fallback": True})},
-            "byte_fallback",
+        ({"tokenizer_json": tokenizer_json({}, [], model={"type": None})}, '"model": "none"'),
+        *(
+            ({"tokenizer_json": tokenizer_json({}, [], model={name: value})}, f'"{name}": ')
+            for name, value in {
+                "ignore_merges": True,
+                "byte_fallback": True,
+                "dropout": 0.1,
+                "continuing_subword_prefix": "##",
+                "end_of_word_suffix": "</w>",
+            }.items()
         ),
         ({"tokenizer_json": tokenizer_json({}, [], normalizer={"type": "NFC"})}, "normalizer.*NFC"),
         ({"tokenizer_json": tokenizer_json({}, [], METASPACE)}, "Metaspace"),

@@ -29,13 +29,13 @@ from .weights import plain_names, put, read_json, read_weights, resolve, tie_hea
 
 # %% ../notebooks/04_full_forward.ipynb #config-fields
 IRRELEVANT = set(
-    "architectures attn_pdrop bos_token_id chunk_size_feed_forward dtype embd_pdrop eos_token_id "
-    "finetuning_task gradient_checkpointing id2label initializer_range label2id n_ctx "
-    "name_or_path _name_or_path output_attentions output_hidden_states output_past "
-    "pad_token_id prefix problem_type reorder_and_upcast_attn resid_pdrop return_dict "
-    "summary_activation summary_first_dropout summary_proj_to_labels summary_type "
-    "summary_use_proj task_specific_params tokenizer_class torch_dtype torchscript "
-    "transformers_version use_cache".split()
+    "architectures attn_pdrop bos_token_id chunk_size_feed_forward dtype embd_pdrop "
+    "eos_token_id finetuning_task gradient_checkpointing id2label initializer_range "
+    "label2id n_ctx name_or_path _name_or_path output_attentions output_hidden_states "
+    "output_past pad_token_id prefix problem_type reorder_and_upcast_attn resid_pdrop "
+    "return_dict summary_activation summary_first_dropout summary_proj_to_labels "
+    "summary_type summary_use_proj task_specific_params tokenizer_class torch_dtype "
+    "torchscript transformers_version use_cache".split()
 )
 REFUSED_UNLESS = {
     "add_cross_attention": False,
@@ -50,7 +50,7 @@ REFUSED_UNLESS = {
 # %% ../notebooks/04_full_forward.ipynb #config-class
 @dataclass(frozen=True)
 class GPT2Config:
-    """What `config.json` says about a GPT-2; the names and defaults are the file's own."""
+    """What `config.json` says about a GPT-2; names and defaults are the file's own."""
 
     vocab_size: int = 50257
     n_positions: int = 1024
@@ -81,7 +81,7 @@ class GPT2Config:
 
     @classmethod
     def from_dict(cls, fields: Mapping) -> "GPT2Config":
-        """Read the fields of a `config.json`; ValueError names a field that would change the arithmetic."""
+        """Read a `config.json`; ValueError names a field that must not be ignored."""
         used = {}
         for name, value in fields.items():
             if name in cls.__dataclass_fields__:
@@ -90,27 +90,28 @@ class GPT2Config:
                 raise ValueError(f"model_type is {value!r}, expected 'gpt2'")
             elif name in REFUSED_UNLESS and value not in (REFUSED_UNLESS[name], None):
                 raise ValueError(
-                    f"config.json sets {name} = {value!r}, which this engine does not implement: "
-                    f"to ignore it would give a wrong answer"
+                    f"config.json sets {name} = {value!r}, which this engine does not "
+                    f"implement: to ignore it would give a wrong answer"
                 )
             elif name not in IRRELEVANT | set(REFUSED_UNLESS) | {"model_type"}:
                 raise ValueError(
-                    f"config.json has the field {name!r} ({value!r}), which this engine does not know: "
-                    f"remove it only if you are sure that it does not change the arithmetic"
+                    f"config.json has the field {name!r} ({value!r}), which this "
+                    f"engine does not know: remove it only if you are sure that it "
+                    f"does not change the arithmetic"
                 )
         return cls(**used)
 
     def attention_scale(self, layer: int) -> float:
-        """What the scores of one layer are multiplied by; 1 / √head_dim unless the file says otherwise."""
+        """The factor on a layer's scores; 1 / √head_dim unless the file differs."""
         scale = (self.n_embd // self.n_head) ** -0.5 if self.scale_attn_weights else 1.0
         return scale / (layer + 1) if self.scale_attn_by_inverse_layer_idx else scale
 
 
 # %% ../notebooks/04_full_forward.ipynb #model-class
 class GPT2(nn.Module):
-    """GPT-2 (Radford et al. 2019): token and position tables, pre-norm blocks, a final norm, a head.
+    """GPT-2 (Radford et al. 2019): embeddings, pre-norm blocks, a final norm, a head.
 
-    `attention` chooses the kernel of every block: "sdpa" (PyTorch's fused one) or "naive" (chapter 3's own).
+    `attention` is every block's kernel: "sdpa" (PyTorch's) or "naive" (chapter 3's).
     """
 
     def __init__(self, config: GPT2Config, attention: str = "sdpa"):
@@ -136,9 +137,10 @@ class GPT2(nn.Module):
     def hidden_states(self, token_ids, *, positions=None, padding_mask=None, cache=None):
         """The residual stream after the final norm: token ids `[B, T]` -> `[B, T, D]`.
 
-        positions: `[B, T]`, by default counted from each row's own real tokens. padding_mask: bool
-        `[B, past + T]`, True = real token. cache: keys and values of the past (chapter 6).
-        Raises ValueError for ids outside the vocabulary and for positions beyond the context.
+        positions: `[B, T]`, by default counted from each row's own real tokens.
+        padding_mask: bool `[B, past + T]`, True = real token. cache: the past's keys
+        and values (chapter 6). Raises ValueError for ids outside the vocabulary and
+        for positions beyond the context.
         """
         T = token_ids.shape[-1]
         past = 0 if cache is None else cache.length
@@ -157,15 +159,15 @@ class GPT2(nn.Module):
         return self.lm_head(x)
 
     def forward(self, token_ids, **options) -> torch.Tensor:
-        """Logits for every position: `[B, T] -> [B, T, vocab_size]`; options as in `hidden_states`."""
+        """Logits `[B, T] -> [B, T, vocab_size]`; options as in `hidden_states`."""
         return self.head(self.hidden_states(token_ids, **options))
 
     def check_input(self, token_ids: torch.Tensor, positions: torch.Tensor) -> None:
         """ValueError, in words, before a table look-up can fail inside torch."""
         if token_ids.ndim != 2 or token_ids.numel() == 0 or token_ids.is_floating_point():
             raise ValueError(
-                f"token_ids should be whole numbers of shape [B, T] with at least one token, "
-                f"got {list(token_ids.shape)} of {token_ids.dtype}"
+                f"token_ids should be whole numbers of shape [B, T] with at least one "
+                f"token, got {list(token_ids.shape)} of {token_ids.dtype}"
             )
         low, high = token_ids.min().item(), token_ids.max().item()
         if low < 0 or high >= self.config.vocab_size:
@@ -181,7 +183,7 @@ class GPT2(nn.Module):
 
     @classmethod
     def from_pretrained(cls, name, dtype=torch.float32, attention: str = "sdpa") -> "GPT2":
-        """The model in a folder (or by name, see `weights.resolve`), ready for inference."""
+        """The model in a folder (or by name, see `weights.resolve`), ready to run."""
         folder = resolve(name)
         config = GPT2Config.from_dict(read_json(folder / "config.json"))
         with torch.device("meta"):  # shapes without memory: the weights bring their own
@@ -212,9 +214,9 @@ def checkpoint_names(config: GPT2Config) -> dict[str, str]:
 
 # %% ../notebooks/04_full_forward.ipynb #load-weights
 def load_weights(model: GPT2, tensors: Mapping[str, torch.Tensor], dtype=torch.float32) -> GPT2:
-    """Put a checkpoint's tensors into the model: names mapped, Conv1D transposed, the head tied.
+    """Put a checkpoint into the model: names mapped, Conv1D transposed, head tied.
 
-    Tensors of the wanted dtype stay views of their file. Raises ValueError that names every
+    Tensors of the wanted dtype stay views of their file. ValueError names every
     missing and every unexpected tensor, or the first one of a wrong shape or kind.
     """
     stored = plain_names(tensors)
@@ -230,7 +232,8 @@ def load_weights(model: GPT2, tensors: Mapping[str, torch.Tensor], dtype=torch.f
     missing, unexpected = sorted(wanted.keys() - stored), sorted(stored.keys() - wanted)
     if missing or unexpected:
         raise ValueError(
-            f"the weights do not fit this config: missing {', '.join(missing) or 'nothing'}; "
+            f"the weights do not fit this config: "
+            f"missing {', '.join(missing) or 'nothing'}; "
             f"unexpected {', '.join(unexpected) or 'nothing'}"
         )
     for name, (ours, parameter, transpose) in wanted.items():
@@ -255,7 +258,7 @@ BLOCK_POINTS = [
 
 
 def reference_points(config: GPT2Config) -> list[tuple[str, str, str]]:
-    """Where to compare with transformers: (our module, theirs, "output" or "input"), in running order."""
+    """Where to compare: (our module, transformers', "output" or "input"), in order."""
     points = [("token_embedding", "transformer.wte", "output")]
     points += [("position_embedding", "transformer.wpe", "output")]
     for layer in range(config.n_layer):
@@ -270,8 +273,8 @@ def reference_points(config: GPT2Config) -> list[tuple[str, str, str]]:
 def greedy(model, prompt_ids: list[int], max_new_tokens: int, end_ids=()) -> Iterator[int]:
     """Yield the most likely next token, again and again: one sequence, no cache.
 
-    Ends after `max_new_tokens`, after an id of `end_ids` (which is yielded), or when the context is
-    full. Raises ValueError for an empty prompt, or one that is longer than the context.
+    Ends after `max_new_tokens`, after an id of `end_ids` (which is yielded), or when
+    the context is full. Raises ValueError for an empty prompt or one too long for it.
     """
     if not prompt_ids:
         raise ValueError(
@@ -280,7 +283,8 @@ def greedy(model, prompt_ids: list[int], max_new_tokens: int, end_ids=()) -> Ite
     context = model.config.n_positions
     if len(prompt_ids) > context:
         raise ValueError(
-            f"the prompt has {len(prompt_ids)} tokens, the model's context holds {context}: shorten it"
+            f"the prompt has {len(prompt_ids)} tokens, "
+            f"the model's context holds {context}: shorten it"
         )
     token_ids = list(prompt_ids)
     for _ in range(min(max_new_tokens, context - len(prompt_ids))):

@@ -10,6 +10,7 @@ __all__ = [
     "difference",
     "compare_by_hand",
     "record",
+    "measure_modules",
     "compare_modules",
     "print_table",
     "compare_text",
@@ -27,7 +28,7 @@ TOLERANCE = 1e-5  # of the reference tensor's largest magnitude
 
 
 class ParityError(AssertionError):
-    """A ruler found a difference, or had nothing to compare; `row` is the first part that drifts."""
+    """A difference, or nothing to compare; `row` is the first part that drifts."""
 
     def __init__(self, message: str, row: "Difference | None" = None):
         super().__init__(message)
@@ -58,8 +59,9 @@ class Difference:
         return f"{self.name:<28} {self.largest:>10.3g}   {verdict}"
 
 
+# %% ../notebooks/04_full_forward.ipynb #measure-difference
 def difference(name: str, given: torch.Tensor, expected: torch.Tensor) -> Difference:
-    """Measure one tensor; ParityError when the shapes differ or there is nothing in it."""
+    """Measure one tensor; ParityError when the shapes differ or it is empty."""
     if given.shape != expected.shape or expected.numel() == 0:
         raise ParityError(
             f"{name}: shape {list(given.shape)}, the reference has {list(expected.shape)}"
@@ -70,27 +72,29 @@ def difference(name: str, given: torch.Tensor, expected: torch.Tensor) -> Differ
 
 # %% ../notebooks/04_full_forward.ipynb #compare-by-hand
 def compare_by_hand(name: str, given: torch.Tensor, expected: Sequence) -> None:
-    """Ruler 3: print a small result beside the one worked out on paper; ParityError when they differ.
+    """Ruler 3: print a small result beside the one worked out on paper.
 
     `expected` is a (nested) list of numbers with the shape of `given`.
+    Raises ParityError when the two differ.
     """
     on_paper = torch.tensor(expected, dtype=torch.float64)
     found = difference(name, given, on_paper)
     print(f"{name}\n  on paper {on_paper.tolist()}")
     print(f"  computed {given.detach().double().round(decimals=3).tolist()}")
-    if not found.gap <= 1e-4 * found.largest:  # what a person carries on paper: four digits
+    if not found.gap <= 1e-4 * found.largest:  # four digits, as carried on paper
         raise ParityError(f"{name}: off by {found.gap:.3g} from the result on paper")
 
 
 # %% ../notebooks/04_full_forward.ipynb #record
 def record(model: nn.Module, points: Sequence[tuple[str, str]], token_ids) -> list[torch.Tensor]:
-    """Run the model once and return what passed each point, a (module name, "output" or "input")."""
+    """Run the model; return what passed each point (module, "output" or "input")."""
     seen = {}
 
     def watch(point):  # one hook for each point
         def hook(module, inputs, output):
             value = inputs[0] if point[1] == "input" else output
-            value = value[0] if isinstance(value, tuple) else value  # transformers: tensor first
+            # transformers returns tuples, the tensor first
+            value = value[0] if isinstance(value, tuple) else value
             seen[point] = value.detach().clone()
 
         return model.get_submodule(point[0]).register_forward_hook(hook)
@@ -108,21 +112,31 @@ def record(model: nn.Module, points: Sequence[tuple[str, str]], token_ids) -> li
     return [seen[point] for point in points]
 
 
-# %% ../notebooks/04_full_forward.ipynb #compare-modules
-def compare_modules(model, reference, points, token_ids, show: bool = True) -> list[Difference]:
-    """Ruler 2: every sub-module of ours against the reference's, in running order.
+# %% ../notebooks/04_full_forward.ipynb #measure-modules
+def measure_modules(model, reference, points, token_ids) -> list[Difference]:
+    """How far every sub-module of ours is from the reference's, in running order.
 
-    `points` are (our module, reference module, "output" or "input"). Prints a table, one row for
-    each layer; raises ParityError with the name of the first sub-module beyond the tolerance.
+    `points` are (our module, reference module, "output" or "input").
+    Raises ParityError without any.
     """
     if not points:
         raise ParityError("no sub-modules were named: there is nothing to compare")
     ours = record(model, [(name, side) for name, _, side in points], token_ids)
     theirs = record(reference, [(name, side) for _, name, side in points], token_ids)
-    rows = [
+    return [
         difference(name if side == "output" else f"{name} ({side})", a, b)
         for (name, _, side), a, b in zip(points, ours, theirs, strict=True)
     ]
+
+
+# %% ../notebooks/04_full_forward.ipynb #compare-modules
+def compare_modules(model, reference, points, token_ids, show: bool = True) -> list[Difference]:
+    """Ruler 2: every sub-module of ours against the reference's, in running order.
+
+    Prints a table, one row for each layer; raises ParityError with the name of the
+    first sub-module beyond the tolerance. `points` as in `measure_modules`.
+    """
+    rows = measure_modules(model, reference, points, token_ids)
     if show:
         print_table(rows)
     drift = next((row for row in rows if not row.ok), None)
@@ -132,14 +146,13 @@ def compare_modules(model, reference, points, token_ids, show: bool = True) -> l
     return rows
 
 
+# %% ../notebooks/04_full_forward.ipynb #print-table
 def print_table(rows: Sequence[Difference]) -> None:
-    """One line for each group of sub-modules (a layer is a group): how many, and the worst of them."""
+    """One line for each group (such as a layer): how many parts, the first drift."""
     groups = {}
     for row in rows:
-        parts = row.name.split(".")
-        groups.setdefault(
-            ".".join(parts[:2]) if len(parts) > 1 else row.name.split(" ")[0], []
-        ).append(row)
+        layer = row.name.split(" ")[0].split(".")[:2]  # blocks.3.mlp.up -> blocks, 3
+        groups.setdefault(".".join(layer), []).append(row)
     print(f"{'part':<22}{'compared':>9}   verdict")
     for group, members in groups.items():
         first = next((row for row in members if not row.ok), None)
@@ -156,8 +169,9 @@ def compare_text(
 ) -> int:
     """Ruler 1: greedy token ids equal to transformers' `generate`, for every prompt.
 
-    `generate(prompt_ids, max_new_tokens)` returns the new ids. Prints a line for each prompt, returns
-    how many tokens were compared; ParityError where two texts part, with the reference's logit gap.
+    `generate(prompt_ids, max_new_tokens)` returns the new ids. Prints a line for each
+    prompt and returns how many tokens were compared. Raises ParityError where two texts
+    part, with the reference's logit gap.
     """
     compared = 0
     for prompt_ids in prompts:
@@ -176,15 +190,18 @@ def compare_text(
     return compared
 
 
+# %% ../notebooks/04_full_forward.ipynb #where-texts-part
 def where_texts_part(reference, prompt_ids, given, expected) -> str:
     """The first new token that differs, and how decided the reference was there."""
     pairs = zip(given, expected, strict=False)
     step = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(given), len(expected)))
+    prefix = torch.tensor([list(prompt_ids) + expected[:step]])
     with torch.inference_mode():
-        logits = reference(torch.tensor([list(prompt_ids) + expected[:step]])).logits[0, -1]
-    best, second = logits.topk(2).values.tolist()
+        best, second = reference(prefix).logits[0, -1].topk(2).values.tolist()
+    tie = best - second < 1e-3
     return (
-        f"the texts part at new token {step}: ours {given[step : step + 3]}, the reference "
-        f"{expected[step : step + 3]}; its two best logits differ by {best - second:.2g} "
-        f"({'a tie: choose another prompt' if best - second < 1e-3 else 'a real difference'})"
+        f"the texts part at new token {step}: ours {given[step : step + 3]}, "
+        f"the reference {expected[step : step + 3]}; "
+        f"its two best logits differ by {best - second:.2g} "
+        f"({'a tie: choose another prompt' if tie else 'a real difference'})"
     )

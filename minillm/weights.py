@@ -61,8 +61,8 @@ def resolve(name: str | Path) -> Path:
     if str(name) and path.is_dir():
         if not (path / "config.json").is_file():
             raise FileNotFoundError(
-                f"the directory {path} has no config.json, so it is not a model folder: "
-                f"it needs config.json, the weights and the tokenizer's files"
+                f"the directory {path} has no config.json, so it is not a model "
+                f"folder: it needs config.json, the weights and the tokenizer's files"
             )
         return path
     return download(str(name))
@@ -70,9 +70,9 @@ def resolve(name: str | Path) -> Path:
 
 # %% ../notebooks/04_full_forward.ipynb #download
 def download(name: str) -> Path:
-    """The local copy of a hub repository: from the cache, or fetched within a few seconds' patience.
+    """The local copy of a hub repository: from the cache, or fetched from the hub.
 
-    Raises FileNotFoundError when neither the cache nor the hub has it.
+    Raises FileNotFoundError when neither has it, after a few seconds' patience.
     """
     from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.errors import HFValidationError
@@ -87,13 +87,18 @@ def download(name: str) -> Path:
             HfApi().model_info(repository, timeout=HUB_SECONDS)
             return Path(snapshot_download(repository, allow_patterns=HUB_FILES))
         except Exception as error:
-            reason = f"no such directory, not in the local hub cache, and the hub did not give it ({first_line(error)})"
+            reason = (
+                f"no such directory, not in the local hub cache, "
+                f"and the hub did not give it ({first_line(error)})"
+            )
     raise FileNotFoundError(
         f"no model named {name!r}: {reason}. "
-        f"Without a network these work: {', '.join(embedded_names())}, or the path of a model folder"
+        f"Without a network these work: {', '.join(embedded_names())}, "
+        f"or the path of a model folder"
     )
 
 
+# %% ../notebooks/04_full_forward.ipynb #first-line
 def first_line(error: Exception) -> str:
     """The first line of an error's message, or its type where it has none."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
@@ -101,7 +106,7 @@ def first_line(error: Exception) -> str:
 
 # %% ../notebooks/04_full_forward.ipynb #read-json
 def read_json(path: Path) -> dict:
-    """The contents of a JSON file; ValueError with the path and the reason where it is broken."""
+    """The contents of a JSON file; ValueError with path and reason if it is broken."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
@@ -115,7 +120,7 @@ def read_json(path: Path) -> dict:
 def read_safetensors(path: Path) -> dict[str, torch.Tensor]:
     """The tensors of one file, as views of the memory-mapped file: nothing is read yet.
 
-    Raises ValueError with the path and the reason when the file is cut, empty or something else.
+    Raises ValueError with path and reason when a file is cut, empty or something else.
     """
     refuse_placeholders(path)
     try:
@@ -127,16 +132,17 @@ def read_safetensors(path: Path) -> dict[str, torch.Tensor]:
         ) from None
 
 
+# %% ../notebooks/04_full_forward.ipynb #refuse-placeholders
 def refuse_placeholders(path: Path) -> None:
-    """ValueError for an empty file and for a Git LFS pointer, which stands in for the real one."""
+    """ValueError for an empty file and for a Git LFS pointer to the real one."""
     with open(path, "rb") as file:
         start = file.read(64)
     if not start:
         raise ValueError(f"{path} is empty: download it again")
     if start.startswith(b"version https://git-lfs"):
         raise ValueError(
-            f"{path} is a Git LFS pointer, a few lines of text that stand for the real file: "
-            f"run `git lfs pull` in that folder, or download the file itself"
+            f"{path} is a Git LFS pointer, a few lines of text that stand for the "
+            f"real file: run `git lfs pull` in that folder, or download the file itself"
         )
 
 
@@ -154,8 +160,8 @@ def read_bin(path: Path) -> dict[str, torch.Tensor]:
             tensors = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError:
         raise ValueError(
-            f"{path} is not a plain file of tensors (it is cut, or it holds code, which is never run): "
-            f"use a .safetensors file"
+            f"{path} is not a plain file of tensors (it is cut, or it holds code, "
+            f"which is never run): use a .safetensors file"
         ) from None
     except (RuntimeError, EOFError, OSError, ValueError, KeyError) as error:
         raise ValueError(
@@ -173,9 +179,10 @@ READERS = {"model.safetensors": read_safetensors, "pytorch_model.bin": read_bin}
 
 
 def read_weights(folder: Path) -> dict[str, torch.Tensor]:
-    """All tensors of a model folder, from one file or from shards; safetensors come before .bin.
+    """All tensors of a model folder, one file or shards; safetensors before .bin.
 
-    Raises FileNotFoundError when there are no weights or a shard is missing, ValueError when a file is broken.
+    Raises FileNotFoundError when there are no weights or a shard is missing,
+    ValueError when a file is broken.
     """
     for name, reader in READERS.items():
         index = folder / f"{name}.index.json"
@@ -188,8 +195,9 @@ def read_weights(folder: Path) -> dict[str, torch.Tensor]:
     )
 
 
+# %% ../notebooks/04_full_forward.ipynb #read-shards
 def read_shards(folder: Path, index: Path, reader: Callable) -> dict[str, torch.Tensor]:
-    """The tensors of all the shards that an index names; a missing shard or tensor is named."""
+    """The tensors of all shards of an index; a missing shard or tensor is named."""
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ValueError(f"{index} has no weight_map: it should say which shard holds which tensor")
@@ -197,7 +205,8 @@ def read_shards(folder: Path, index: Path, reader: Callable) -> dict[str, torch.
     missing = [shard for shard in shards if not (folder / shard).is_file()]
     if missing:
         raise FileNotFoundError(
-            f"{folder} lacks {len(missing)} of {len(shards)} shards: {', '.join(missing)}. Download them too"
+            f"{folder} lacks {len(missing)} of {len(shards)} shards: "
+            f"{', '.join(missing)}. Download them too"
         )
     tensors = {}
     for shard in shards:
@@ -236,16 +245,16 @@ def put(module: nn.Module, parameter: str, tensor, name: str, transpose: bool, d
             f"{name} should be floating point of shape {expected}, "
             f"the file has {tensor.dtype} of shape {list(tensor.shape)}"
         )
-    tensor = tensor.to(dtype)  # the same tensor, still mapped, where the dtype already fits
+    tensor = tensor.to(dtype)  # the same tensor, still mapped, if the dtype fits
     tensor = tensor.t() if transpose else tensor  # [in, out] -> [out, in]
     setattr(module, parameter, nn.Parameter(tensor, requires_grad=False))
 
 
 # %% ../notebooks/04_full_forward.ipynb #tie-head
 def tie_head(stored: dict[str, torch.Tensor], table_name: str) -> None:
-    """Reduce the ways to store a tied head to one: the token table and no `lm_head.weight`.
+    """Reduce the ways to store a tied head to one: the table, no `lm_head.weight`.
 
-    Raises ValueError when both are stored with different numbers: then they are not tied.
+    Raises ValueError when both are stored and differ: then they are not tied.
     """
     head = stored.pop("lm_head.weight", None)
     if head is None:
@@ -253,14 +262,15 @@ def tie_head(stored: dict[str, torch.Tensor], table_name: str) -> None:
     table = stored.setdefault(table_name, head)
     if table is not head and not torch.equal(table, head):
         raise ValueError(
-            f"config.json ties the head to the token embedding, but the file holds lm_head.weight "
-            f"with other numbers than {table_name}: set tie_word_embeddings to false to use both"
+            f"config.json ties the head to the token embedding, but the file holds "
+            f"lm_head.weight with other numbers than {table_name}: "
+            f"set tie_word_embeddings to false to use both"
         )
 
 
 # %% ../notebooks/04_full_forward.ipynb #end-token-ids
 def end_token_ids(folder: Path) -> set[int]:
-    """The ids that end a text: those of config.json and of generation_config.json together."""
+    """The ids that end a text: config.json's and generation_config.json's together."""
     ids = set()
     for name in ("config.json", "generation_config.json"):
         if (folder / name).is_file():

@@ -112,6 +112,18 @@ def test_no_output_is_missing(notebook):
     assert not empty, f"these cells print, but store nothing: {empty}"
 
 
+def defined(source: str) -> set[str]:
+    return {n.name for n in ast.parse(source).body if isinstance(n, ast.FunctionDef | ast.ClassDef)}
+
+
+def test_an_exercise_takes_no_name_from_the_chapter(notebook):
+    """An unsolved stub with the name of a real function would break every earlier cell."""
+    cells = code_cells(notebook)
+    stubs = [cell for cell in cells if re.fullmatch(r"exercise-\d+", cell.id)]
+    taken = set().union(*(defined(cell.source) for cell in cells if cell not in stubs))
+    assert not taken & set().union(*(defined(cell.source) for cell in stubs))
+
+
 def test_pictures_are_local(notebook, path):
     prose = "\n".join(cell.source for cell in notebook.cells if cell.cell_type == "markdown")
     sources = re.findall(r"!\[[^\]]*\]\(([^)\s]+)", prose) + re.findall(

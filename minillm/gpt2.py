@@ -118,8 +118,10 @@ class GPT2(nn.Module):
         super().__init__()
         D, scale = config.n_embd, config.attention_scale
         self.config = config
-        self.token_embedding = nn.Embedding(config.vocab_size, D)
-        self.position_embedding = nn.Embedding(config.n_positions, D)
+        self.token_embedding, self.position_embedding = (
+            nn.Embedding.from_pretrained(torch.zeros(rows, D), freeze=False)
+            for rows in (config.vocab_size, config.n_positions)
+        )
         self.blocks = nn.ModuleList(
             Block(
                 attention_norm=LayerNorm(D, config.layer_norm_epsilon),

@@ -27,10 +27,10 @@ def notebook_seconds():
     return NOTEBOOK_SECONDS
 
 
-def random_reference(seed: int = 0, **fields) -> GPT2LMHeadModel:
+def random_reference(seed: int = 0, std: float = 0.2, **fields) -> GPT2LMHeadModel:
     """A GPT-2 of transformers whose random weights are large and uneven enough to show any mistake.
 
-    Weights with deviation 0.2, positions ten times that, biases that are not zero, uneven norm gains.
+    Weights with deviation `std`, positions ten times that, biases that are not zero, uneven norm gains.
     """
     small = {"vocab_size": 97, "n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 4}
     config = GPT2Config(**(small | {"bos_token_id": None, "eos_token_id": None} | fields))
@@ -39,7 +39,7 @@ def random_reference(seed: int = 0, **fields) -> GPT2LMHeadModel:
         model = GPT2LMHeadModel(config).eval()
         with torch.no_grad():
             for name, parameter in model.named_parameters():
-                parameter.normal_(std=0.2)
+                parameter.normal_(std=std)
                 if "wpe" in name:
                     parameter.mul_(10)
                 if ".ln_" in name and name.endswith("weight"):

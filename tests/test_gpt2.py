@@ -6,6 +6,7 @@ import struct
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2LMHeadModel
 
 from minillm.gpt2 import (
@@ -129,9 +130,14 @@ def test_embedded_models_are_plain_hugging_face_folders(name, megabytes, layers,
         512,
     )
     assert "held-out" in (folder / "README.md").read_text().lower()
-    positions = stored["transformer.wpe.weight"].float()
-    step = (positions[1:] - positions[:-1]).norm(dim=-1) / positions[1:].norm(dim=-1)
-    assert step.max() < 1, "a position that was never trained points in a direction of its own"
+
+
+def test_all_512_positions_of_fairytale_are_trained():
+    """Trained neighbours in the position table look alike; two random rows of 256 have cosine 0 +- 0.06."""
+    stored = load_file(resolve("fairytale") / "model.safetensors")
+    rows = stored["transformer.wpe.weight"].float()
+    likeness = F.cosine_similarity(rows[1:], rows[:-1], dim=-1)
+    assert likeness[1:].min() > 0.2 and likeness[-64:].mean() > 0.4
 
 
 def test_the_draft_speaks_the_same_tokens():

@@ -24,17 +24,28 @@ def real_size(tmp_path_factory):
     (folder / "model.safetensors").unlink()
 
 
-def test_greedy_text_and_sub_modules_equal_transformers(real_size):
+def test_greedy_text_equals_transformers(real_size):
     reference, folder = real_size
     model = GPT2.from_pretrained(folder)
     prompt = [15496, 995, 11, 262]
-    rows = compare_modules(
-        model, reference, reference_points(model.config), torch.tensor([prompt]), show=False
-    )
-    assert len(rows) == 4 + 10 * 12
     ids = list(greedy(model, prompt, 60))
     assert len(set(ids)) >= 20, "this model repeats itself: it proves little"
     assert compare_text(lambda prompt_ids, n: ids[:n], reference, [prompt], 60) == 60
+
+
+def test_every_sub_module_equals_transformers(tmp_path):
+    """Weights as large as the small random models' for this width: 0.2 x the root of 32 / 768.
+
+    With 0.2 the scores of twelve layers are in the hundreds, and the noise of the last digit, which
+    grows from layer to layer, reaches the tolerance (seen: 1.03 x in layer 5).
+    """
+    reference = random_reference(seed=1, std=0.2 * (32 / 768) ** 0.5, **SHAPE)
+    reference.save_pretrained(tmp_path)
+    model = GPT2.from_pretrained(tmp_path)
+    ids = torch.tensor([[15496, 995, 11, 262, 50256, 0, 42, 42]])
+    rows = compare_modules(model, reference, reference_points(model.config), ids, show=False)
+    assert len(rows) == 4 + 10 * 12
+    print(f"worst sub-module: {max(row.ratio for row in rows):.2f} x the tolerance")
 
 
 PEAK = """

@@ -11,20 +11,31 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.utils.logging import disable_progress_bar
 
 disable_progress_bar()
-NOTEBOOK_SECONDS = defaultdict(float)
 
 
-def pytest_runtest_logreport(report):
-    """Add up how long the cells of each notebook take."""
-    path = report.nodeid.split("::")[0]
-    if path.endswith(".ipynb"):
-        NOTEBOOK_SECONDS[os.path.basename(path)] += report.duration
+class Stopwatch:
+    """Adds up how long the cells of each notebook take.
+
+    A plugin of its own: pytest keeps the hooks of a conftest from items outside its folder.
+    """
+
+    def __init__(self):
+        self.seconds = defaultdict(float)
+
+    def pytest_runtest_logreport(self, report):
+        path = report.nodeid.split("::")[0]
+        if path.endswith(".ipynb"):
+            self.seconds[os.path.basename(path)] += report.duration
 
 
-@pytest.fixture(scope="session")
-def notebook_seconds():
+def pytest_configure(config):
+    config.pluginmanager.register(Stopwatch(), "stopwatch")
+
+
+@pytest.fixture
+def notebook_seconds(pytestconfig):
     """Notebook name -> seconds, for the notebooks that ran before this test."""
-    return NOTEBOOK_SECONDS
+    return pytestconfig.pluginmanager.get_plugin("stopwatch").seconds
 
 
 def random_reference(seed: int = 0, std: float = 0.2, **fields) -> GPT2LMHeadModel:

@@ -49,9 +49,13 @@ def generate(options) -> None:
     """Print the prompt and its continuation, as it comes."""
     from .llm import LLM
 
-    pieces = LLM(options.model).stream(options.prompt, options.max_new_tokens)
+    llm = LLM(options.model)
+    pieces = llm.stream(options.prompt, options.max_new_tokens)
     first = next(pieces)  # a refused prompt fails here, before anything is printed
-    print(options.prompt + first, end="", flush=True)
+    prompt = llm.tokenizer.decode(
+        llm.encode(options.prompt)
+    )  # bytes that are no text become U+FFFD
+    print(prompt + first, end="", flush=True)
     for piece in pieces:
         print(piece, end="", flush=True)
     print()

@@ -34,6 +34,12 @@ def test_generate_prints_a_tale(capsys):
     assert len(out.token_ids) == 30 and out.finish_reason == "length"
 
 
+def test_a_prompt_of_broken_bytes_is_shown_with_a_replacement(capsys):
+    """The shell hands over bytes that are no UTF-8 as lone surrogates, which cannot be printed."""
+    assert main(["generate", "Once \udcff upon", "-n", "2"]) == 0
+    assert capsys.readouterr().out.startswith("Once \ufffd upon")
+
+
 def test_generate_streams(monkeypatch, capsys):
     """Each piece is printed before the next one is computed."""
     seen = []

@@ -112,6 +112,11 @@ def test_the_bound_is_relative():
     assert not difference("x", torch.full((2,), 1e-9), torch.zeros(2)).ok
 
 
+def test_a_difference_has_no_sign():
+    assert difference("x", torch.zeros(2), torch.ones(2)).gap == 1
+    assert difference("x", torch.ones(2), torch.zeros(2)).gap == 1
+
+
 def test_shapes_must_agree():
     with pytest.raises(ParityError, match=r"\[1, 3\].*\[3\]"):
         difference("x", torch.ones(1, 3), torch.ones(3))

@@ -65,19 +65,20 @@ class GPT2Config:
     tie_word_embeddings: bool = True
 
     def __post_init__(self):
-        for name in ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head", "n_inner"):
-            value = getattr(self, name)
-            if (type(value) is not int or value < 1) and (name, value) != ("n_inner", None):
-                raise ValueError(f"{name} is {value!r}, expected a whole number of at least 1")
+        for name, field in self.__dataclass_fields__.items():
+            value, default = getattr(self, name), field.default
+            like = 1 if default is None else default
+            wrong = type(value) is not type(like) or (type(value) is int and value < 1)
+            if wrong and (value, default) != (None, None):
+                raise ValueError(f"{name} is {value!r}, expected a value like {like!r}")
         if self.n_embd % self.n_head:
             raise ValueError(
                 f"n_embd = {self.n_embd} does not divide into {self.n_head} equal heads (n_head)"
             )
         if self.activation_function not in ACTIVATIONS:
-            raise ValueError(
-                f"activation_function {self.activation_function!r} is not known: "
-                f"this engine has {', '.join(ACTIVATIONS)}"
-            )
+            known = ", ".join(ACTIVATIONS)
+            given = f"activation_function is {self.activation_function!r}"
+            raise ValueError(f"{given}, this engine knows {known}")
 
     @classmethod
     def from_dict(cls, fields: Mapping) -> "GPT2Config":

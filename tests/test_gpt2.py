@@ -175,6 +175,8 @@ def test_the_three_lists_do_not_overlap():
         ({"n_head": 5}, "n_head"),
         ({"n_layer": 0}, "n_layer"),
         ({"n_inner": 0}, "n_inner"),
+        ({"layer_norm_epsilon": None}, "layer_norm_epsilon"),
+        ({"scale_attn_weights": "no"}, "scale_attn_weights"),
         ({"n_embd": "768"}, "n_embd"),
         ({"model_type": "mamba"}, "mamba"),
     ],

@@ -84,8 +84,10 @@ def download(name: str) -> Path:
         reason = "no such directory, and not a possible hub id"
     except FileNotFoundError:
         try:
-            HfApi().model_info(repository, timeout=HUB_SECONDS)
-            return Path(snapshot_download(repository, allow_patterns=HUB_FILES))
+            files = HfApi().model_info(repository, timeout=HUB_SECONDS).siblings
+            safe = any(file.rfilename.endswith(".safetensors") for file in files)
+            wanted = [p for p in HUB_FILES if not (safe and p.endswith(".bin"))]
+            return Path(snapshot_download(repository, allow_patterns=wanted))
         except Exception as error:
             reason = (
                 f"no such directory, not in the local hub cache, "

@@ -5,7 +5,9 @@ import pickle
 import struct
 import subprocess
 import sys
+from types import SimpleNamespace
 
+import huggingface_hub
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -170,6 +172,27 @@ def test_no_weights_at_all(save_reference):
 def test_a_directory_without_config_is_no_model(tmp_path):
     with pytest.raises(FileNotFoundError, match="no config.json"):
         resolve(tmp_path)
+
+
+@pytest.mark.parametrize("stored", ["model.safetensors", "pytorch_model.bin"])
+def test_a_hub_id_fetches_the_weights_once(monkeypatch, tmp_path, stored):
+    """Many repositories hold both formats; safetensors come first, and only they are fetched."""
+    asked = []
+
+    def snapshot(repository, allow_patterns, local_files_only=False):
+        if local_files_only:
+            raise FileNotFoundError("not in the cache")
+        asked.append((repository, allow_patterns))
+        return str(tmp_path)
+
+    files = [SimpleNamespace(rfilename=name) for name in ("pytorch_model.bin", stored)]
+    info = SimpleNamespace(siblings=files)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda self, name, timeout: info)
+    assert resolve("gpt2") == tmp_path
+    repository, patterns = asked[0]
+    assert repository == "openai-community/gpt2" and "*.safetensors" in patterns
+    assert ("pytorch_model*.bin" in patterns) == (stored == "pytorch_model.bin")
 
 
 ASK = """

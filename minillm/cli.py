@@ -81,7 +81,8 @@ def info(options) -> None:
     import torch
 
     from .llm import architecture
-    from .weights import read_json, resolve
+    from .tokenizer_files import read_json
+    from .weights import resolve
 
     folder = resolve(options.model)
     model_class, config = architecture(folder)

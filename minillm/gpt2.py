@@ -25,7 +25,8 @@ import torch
 from torch import nn
 
 from .layers import ACTIVATIONS, MLP, Attention, Block, LayerNorm, causal_mask, position_ids
-from .weights import plain_names, put, read_json, read_weights, resolve, tie_head
+from .tokenizer_files import read_json
+from .weights import plain_names, put, read_weights, resolve, tie_head
 
 # %% ../notebooks/04_full_forward.ipynb #config-fields
 IRRELEVANT = set(

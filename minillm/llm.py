@@ -6,7 +6,8 @@ from pathlib import Path
 
 from .gpt2 import GPT2, GPT2Config, greedy
 from .tokenizer import Tokenizer
-from .weights import end_token_ids, read_json, resolve
+from .tokenizer_files import read_json
+from .weights import end_token_ids, resolve
 
 ARCHITECTURES = {"gpt2": (GPT2, GPT2Config)}
 

@@ -14,7 +14,6 @@ __all__ = [
     "resolve",
     "download",
     "first_line",
-    "read_json",
     "read_safetensors",
     "refuse_placeholders",
     "read_bin",
@@ -27,7 +26,6 @@ __all__ = [
 ]
 
 # %% ../notebooks/04_full_forward.ipynb #weights-imports
-import json
 import pickle
 from collections.abc import Callable, Mapping
 from importlib.resources import files
@@ -36,6 +34,8 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
+
+from .tokenizer_files import read_json
 
 # %% ../notebooks/04_full_forward.ipynb #weights-names
 EMBEDDED = Path(str(files("minillm"))) / "models"  # inside the installed package
@@ -104,18 +104,6 @@ def download(name: str) -> Path:
 def first_line(error: Exception) -> str:
     """The first line of an error's message, or its type where it has none."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
-
-
-# %% ../notebooks/04_full_forward.ipynb #read-json
-def read_json(path: Path) -> dict:
-    """The contents of a JSON file; ValueError with path and reason if it is broken."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is not valid JSON ({error}): copy or download it again") from None
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} holds a {type(content).__name__}, expected a JSON object")
-    return content
 
 
 # %% ../notebooks/04_full_forward.ipynb #read-safetensors

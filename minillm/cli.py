@@ -48,14 +48,11 @@ def parser() -> argparse.ArgumentParser:
 def generate(options) -> None:
     """Print the prompt and its continuation, as it comes."""
     from .llm import LLM
+    from .tokenizer import valid_text  # bytes of the shell that are no UTF-8 become U+FFFD
 
-    llm = LLM(options.model)
-    pieces = llm.stream(options.prompt, options.max_new_tokens)
+    pieces = LLM(options.model).stream(options.prompt, options.max_new_tokens)
     first = next(pieces)  # a refused prompt fails here, before anything is printed
-    prompt = llm.tokenizer.decode(
-        llm.encode(options.prompt)
-    )  # bytes that are no text become U+FFFD
-    print(prompt + first, end="", flush=True)
+    print(valid_text(options.prompt) + first, end="", flush=True)
     for piece in pieces:
         print(piece, end="", flush=True)
     print()

@@ -4,8 +4,6 @@
 
 # %% auto #0
 __all__ = [
-    "IRRELEVANT",
-    "REFUSED_UNLESS",
     "BLOCK_NAMES",
     "CONV1D",
     "BLOCK_POINTS",
@@ -143,8 +141,7 @@ class GPT2(nn.Module):
 
         positions: `[B, T]`, by default counted from each row's own real tokens.
         padding_mask: bool `[B, past + T]`, True = real token. cache: the past's keys
-        and values (chapter 6). Raises ValueError for ids outside the vocabulary and
-        for positions beyond the context.
+        and values (chapter 6). ValueError: ids or positions that the tables lack.
         """
         T = token_ids.shape[-1]
         past = 0 if cache is None else cache.length
@@ -211,8 +208,7 @@ def checkpoint_names(config: GPT2Config) -> dict[str, str]:
     """Our module -> the checkpoint's, for every module that has weights."""
     names = {"token_embedding": "wte", "position_embedding": "wpe", "final_norm": "ln_f"}
     for layer in range(config.n_layer):
-        for ours, theirs in BLOCK_NAMES.items():
-            names[f"blocks.{layer}.{ours}"] = f"h.{layer}.{theirs}"
+        names |= {f"blocks.{layer}.{a}": f"h.{layer}.{b}" for a, b in BLOCK_NAMES.items()}
     return names
 
 
@@ -249,27 +245,30 @@ def load_weights(model: GPT2, tensors: Mapping[str, torch.Tensor], dtype=torch.f
 
 # %% ../notebooks/04_full_forward.ipynb #reference-points
 BLOCK_POINTS = [
-    ("attention_norm", "ln_1", "output"),
-    ("attention.qkv", "attn.c_attn", "output"),
-    ("attention.out", "attn.c_proj", "input"),  # softmax(scale·QKᵀ)V, heads merged
-    ("attention.out", "attn.c_proj", "output"),
-    ("mlp_norm", "ln_2", "input"),  # the residual stream
-    ("mlp_norm", "ln_2", "output"),
-    ("mlp.up", "mlp.c_fc", "output"),
-    ("mlp.activation", "mlp.act", "output"),
-    ("mlp.down", "mlp.c_proj", "output"),
+    ("attention_norm", "output"),
+    ("attention.qkv", "output"),
+    ("attention.out", "input"),  # softmax(scale·QKᵀ)V, heads merged
+    ("attention.out", "output"),
+    ("mlp_norm", "input"),  # the residual stream
+    ("mlp_norm", "output"),
+    ("mlp.up", "output"),
+    ("mlp.activation", "output"),
+    ("mlp.down", "output"),
 ]
 
 
 def reference_points(config: GPT2Config) -> list[tuple[str, str, str]]:
     """Where to compare: (our module, transformers', "output" or "input"), in order."""
-    points = [("token_embedding", "transformer.wte", "output")]
-    points += [("position_embedding", "transformer.wpe", "output")]
+    theirs = {a: f"transformer.{b}" for a, b in checkpoint_names(config).items()}
+    order = [("token_embedding", "output"), ("position_embedding", "output")]
     for layer in range(config.n_layer):
-        ours, theirs = f"blocks.{layer}", f"transformer.h.{layer}"
-        points += [(f"{ours}.{a}", f"{theirs}.{b}", side) for a, b, side in BLOCK_POINTS]
-        points += [(ours, theirs, "output")]
-    return points + [("final_norm", "transformer.ln_f", "output"), ("lm_head", "lm_head", "output")]
+        block = f"blocks.{layer}"
+        theirs[block] = f"transformer.h.{layer}"
+        theirs[f"{block}.mlp.activation"] = f"{theirs[block]}.mlp.act"
+        order += [(f"{block}.{part}", side) for part, side in BLOCK_POINTS]
+        order += [(block, "output")]
+    order += [("final_norm", "output"), ("lm_head", "output")]
+    return [(ours, theirs.get(ours, ours), side) for ours, side in order]
 
 
 # %% ../notebooks/04_full_forward.ipynb #greedy-loop

@@ -7,6 +7,7 @@ __all__ = [
     "TOLERANCE",
     "ParityError",
     "Difference",
+    "first_drifting",
     "difference",
     "compare_by_hand",
     "record",
@@ -54,9 +55,15 @@ class Difference:
         """True when equal within the tolerance; a NaN anywhere is not."""
         return self.gap == 0 or self.ratio <= 1
 
-    def __str__(self) -> str:
-        verdict = "equal" if self.ok else f"{self.ratio:.3g} x the tolerance"
-        return f"{self.name:<28} {self.largest:>10.3g}   {verdict}"
+    @property
+    def verdict(self) -> str:
+        """The word equal, or the name and how far it is beyond the tolerance."""
+        return "equal" if self.ok else f"{self.name}: {self.ratio:.3g} x the tolerance"
+
+
+def first_drifting(rows: Sequence[Difference]) -> Difference | None:
+    """The first row that is not equal: everything behind it drifts because of it."""
+    return next((row for row in rows if not row.ok), None)
 
 
 # %% ../notebooks/04_full_forward.ipynb #measure-difference
@@ -139,10 +146,10 @@ def compare_modules(model, reference, points, token_ids, show: bool = True) -> l
     rows = measure_modules(model, reference, points, token_ids)
     if show:
         print_table(rows)
-    drift = next((row for row in rows if not row.ok), None)
+    drift = first_drifting(rows)
     if drift:
-        where = f"{drift.name}: {drift.ratio:.3g} x the tolerance"
-        raise ParityError(f"the first sub-module that drifts is {where}", drift)
+        where = f"the first sub-module that drifts is {drift.verdict}"
+        raise ParityError(where, drift)
     return rows
 
 
@@ -155,9 +162,8 @@ def print_table(rows: Sequence[Difference]) -> None:
         groups.setdefault(".".join(layer), []).append(row)
     print(f"{'part':<22}{'compared':>9}   verdict")
     for group, members in groups.items():
-        first = next((row for row in members if not row.ok), None)
-        verdict = f"{first.name}: {first.ratio:.3g} x the tolerance" if first else "equal"
-        print(f"{group:<22}{len(members):>9}   {verdict}")
+        shown = first_drifting(members) or members[0]
+        print(f"{group:<22}{len(members):>9}   {shown.verdict}")
 
 
 # %% ../notebooks/04_full_forward.ipynb #compare-text

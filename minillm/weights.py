@@ -84,8 +84,8 @@ def download(name: str) -> Path:
         reason = "no such directory, and not a possible hub id"
     except FileNotFoundError:
         try:
-            files = HfApi().model_info(repository, timeout=HUB_SECONDS).siblings
-            safe = any(file.rfilename.endswith(".safetensors") for file in files)
+            offered = HfApi().model_info(repository, timeout=HUB_SECONDS).siblings
+            safe = any(file.rfilename.endswith(".safetensors") for file in offered)
             wanted = [p for p in HUB_FILES if not (safe and p.endswith(".bin"))]
             return Path(snapshot_download(repository, allow_patterns=wanted))
         except Exception as error:

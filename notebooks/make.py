@@ -37,7 +37,7 @@ def notebook_paths(root: Path = ROOT, names: list[str] | None = None) -> list[Pa
 def generated_modules(root: Path = ROOT) -> list[Path]:
     """The modules of the package that a notebook has written."""
     modules = sorted((root / "minillm").rglob("*.py"))
-    return [p for p in modules if p.read_text(encoding="utf-8").lstrip().find(MODULE_HEADER) >= 0]
+    return [p for p in modules if MODULE_HEADER in p.read_text(encoding="utf-8")]
 
 
 def export(root: Path = ROOT) -> None:

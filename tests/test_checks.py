@@ -2,9 +2,8 @@
 
 import math
 import re
-import sys
-from pathlib import Path
 
+import make
 import nbformat
 import pytest
 import torch
@@ -12,9 +11,6 @@ from torch import nn
 
 from minillm import checks
 from minillm.checks.exercise import Exercise, Mistake
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "notebooks"))
-import make  # noqa: E402
 
 ALL = checks.EXERCISES
 PLANTED = [(name, n) for name, exercise in ALL.items() for n in range(len(exercise.mistakes))]

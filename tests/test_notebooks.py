@@ -9,13 +9,11 @@ import sys
 from importlib.metadata import version
 from pathlib import Path
 
+import make
 import nbformat
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "notebooks"))
-import make  # noqa: E402
-
 NOTEBOOKS = make.notebook_paths(ROOT)
 SECONDS_PER_NOTEBOOK = 60
 

@@ -13,7 +13,12 @@ try:
 except PackageNotFoundError:  # run from a folder that was never installed
     __version__ = "0"
 
-_WHERE = {"LLM": "llm", "Completion": "llm", "Tokenizer": "tokenizer"}
+_WHERE = {
+    "LLM": "llm",
+    "Completion": "llm",
+    "SamplingParams": "sampling",
+    "Tokenizer": "tokenizer",
+}
 __all__ = [*_WHERE, "__version__"]
 
 

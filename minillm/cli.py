@@ -1,6 +1,7 @@
 """The command line: `minillm generate`, `minillm tokenize` and `minillm info`."""
 
 import argparse
+import os
 import sys
 
 
@@ -9,6 +10,9 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser().parse_args(arguments)
     try:
         options.run(options)
+    except BrokenPipeError:  # the reader, such as `head`, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except (ValueError, OSError) as error:
         print(f"minillm: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
@@ -31,6 +35,25 @@ def parser() -> argparse.ArgumentParser:
         "--model", "-m", default="fairytale", help="a name, a directory or a hub id"
     )
     command.add_argument("--max-new-tokens", "-n", type=int, default=100)
+    command.add_argument("--temperature", type=float, default=0.0, help="0 (default) is greedy")
+    command.add_argument("--top-k", type=int, default=0, help="keep the k best tokens; 0: all")
+    command.add_argument("--top-p", type=float, default=1.0, help="keep this much mass; 1: all")
+    command.add_argument(
+        "--min-p", type=float, default=0.0, help="keep what is this likely beside the best; 0: all"
+    )
+    command.add_argument(
+        "--repetition-penalty", type=float, default=1.0, help="above 1: fewer repeats"
+    )
+    command.add_argument("--seed", type=int, help="the same seed gives the same text")
+    command.add_argument(
+        "--stop", action="append", default=[], help="end before this text (may be repeated)"
+    )
+    command.add_argument(
+        "--stream",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="print each piece as it comes, or the whole text at the end",
+    )
     command.set_defaults(run=generate)
 
     command = commands.add_parser("tokenize", help="show the token ids and pieces of a text")
@@ -46,12 +69,17 @@ def parser() -> argparse.ArgumentParser:
 
 
 def generate(options) -> None:
-    """Print the prompt and its continuation, as it comes."""
+    """Print the prompt and its continuation, as it comes or at the end."""
     from .llm import LLM
+    from .sampling import SamplingParams
     from .tokenizer import valid_text  # bytes of the shell that are no UTF-8 become U+FFFD
 
-    pieces = LLM(options.model).stream(options.prompt, options.max_new_tokens)
-    first = next(pieces)  # a refused prompt fails here, before anything is printed
+    fields = SamplingParams.__dataclass_fields__
+    params = SamplingParams(**{name: getattr(options, name) for name in fields})
+    pieces = LLM(options.model).stream(options.prompt, params)
+    if not options.stream:
+        pieces = iter(["".join(pieces)])
+    first = next(pieces, "")  # what fails at once fails here, before anything is printed
     print(valid_text(options.prompt) + first, end="", flush=True)
     for piece in pieces:
         print(piece, end="", flush=True)

@@ -1,10 +1,12 @@
-"""The engine in its first form: one prompt, greedy, from text to text."""
+"""The engine in its first form: a model, its tokenizer and the loop, from text to text."""
 
+import dataclasses
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
-from .gpt2 import GPT2, GPT2Config, greedy
+from .generation import Request, generate, stream
+from .gpt2 import GPT2, GPT2Config
+from .sampling import SamplingParams
 from .tokenizer import Tokenizer
 from .tokenizer_files import read_json
 from .weights import end_token_ids, resolve
@@ -12,9 +14,12 @@ from .weights import end_token_ids, resolve
 ARCHITECTURES = {"gpt2": (GPT2, GPT2Config)}
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Completion:
-    """What came back for one prompt; `finish_reason` is "stop", "length" or "context"."""
+    """What came back for one prompt; `finish_reason` is "stop", "length" or "context".
+
+    `text` ends before an end token or a stop string; `token_ids` are all that were generated.
+    """
 
     text: str
     token_ids: list[int]
@@ -48,24 +53,41 @@ class LLM:
         self.model = model_class.from_pretrained(folder)
         self.end_ids = end_token_ids(folder)
 
-    def generate(self, prompt: str, max_new_tokens: int = 100) -> Completion:
-        """Continue one prompt with the most likely tokens; an end-of-text token is not part of the text."""
-        prompt_ids = self.encode(prompt)
-        token_ids = list(self._steps(prompt_ids, max_new_tokens))
-        if token_ids and token_ids[-1] in self.end_ids:
-            reason = "stop"
-        else:
-            reason = "length" if len(token_ids) >= max_new_tokens else "context"
-        text = self.tokenizer.decode(token_ids[:-1] if reason == "stop" else token_ids)
-        return Completion(text, token_ids, reason, prompt_ids)
+    def generate(
+        self, prompt: str | list[str], params: SamplingParams | None = None, **options
+    ) -> Completion | list[Completion]:
+        """Continue one prompt, or each of a list, as `SamplingParams` or its fields say.
 
-    def stream(self, prompt: str, max_new_tokens: int = 100) -> Iterator[str]:
+        Without them: greedy, at most 100 new tokens. ValueError or TypeError, in one sentence, for
+        a wrong value or an unknown field.
+        """
+        many = isinstance(prompt, list | tuple)
+        requests = [self.request(one, params, **options) for one in (prompt if many else [prompt])]
+        for request in requests:
+            for _ in generate(self.model, request):
+                pass
+        done = [Completion(r.text, r.token_ids, r.finish_reason, r.prompt_ids) for r in requests]
+        return done if many else done[0]
+
+    def stream(self, prompt: str, params: SamplingParams | None = None, **options) -> Iterator[str]:
         """The same text piece by piece, as it comes; pieces never split a character."""
-        decoder = self.tokenizer.incremental_decoder()
-        for token_id in self._steps(self.encode(prompt), max_new_tokens):
-            if token_id not in self.end_ids:
-                yield decoder.add(token_id)
-        yield decoder.flush()
+        return stream(self.model, self.request(prompt, params, **options))
+
+    def request(self, prompt: str, params: SamplingParams | None = None, **options) -> Request:
+        """One prompt, ready to run; ValueError when it is empty or longer than the context."""
+        params = SamplingParams() if params is None else params
+        if not isinstance(params, SamplingParams):
+            raise TypeError(
+                f"params is {params!r}, expected SamplingParams: "
+                f"give single fields by name, such as max_new_tokens=20"
+            )
+        return Request(
+            self.encode(prompt),
+            dataclasses.replace(params, **options),
+            context=self.model.config.n_positions,
+            end_ids=self.end_ids,
+            tokenizer=self.tokenizer,
+        )
 
     def encode(self, prompt: str) -> list[int]:
         """The prompt's token ids; ValueError when it is empty."""
@@ -74,14 +96,3 @@ class LLM:
                 f"the prompt is {prompt!r}: a model continues a text, so give it at least one character"
             )
         return self.tokenizer.encode(prompt)
-
-    def _steps(self, prompt_ids: list[int], max_new_tokens: int) -> Iterator[int]:
-        if (
-            isinstance(max_new_tokens, bool)
-            or not isinstance(max_new_tokens, int)
-            or max_new_tokens < 0
-        ):
-            raise ValueError(
-                f"max_new_tokens is {max_new_tokens!r}, expected a whole number of at least 0"
-            )
-        return greedy(self.model, prompt_ids, max_new_tokens, self.end_ids)

@@ -1,4 +1,4 @@
-"""Small pictures of tensors for the notebooks: who looks at whom, with the tokens at the edges."""
+"""Small pictures of tensors for the notebooks: who looks at whom, and which token is how likely."""
 
 import torch
 
@@ -56,6 +56,39 @@ def _draw(ax, title: str, matrix: torch.Tensor, queries: list[str], keys: list[s
         color = "white" if number > 0.6 else "#333333"
         text = "0" if number == 0 else f"{number:.2f}"
         ax.text(column, row, text, ha="center", va="center", fontsize=7.5, color=color)
+
+
+def draw_shares(
+    before: torch.Tensor, panels: dict[str, torch.Tensor], words: list[str], top: float = 1.0
+) -> None:
+    """Draw probabilities [V] as bars, before (grey outline) and after a step (blue), side by side.
+
+    `panels` maps a title to the probabilities [V] after the step. A token that a step has cut, with
+    exactly 0 after it, is crossed out. `words` are the V names at the left, `top` is the end of the
+    axis. Raises ValueError where the three do not have the same length.
+    """
+    lengths = {len(before), len(words), *map(len, panels.values())}
+    if len(lengths) != 1:
+        raise ValueError(
+            f"probabilities and words should have one length, but they have {sorted(lengths)}"
+        )
+    plt = _pyplot()
+    size = (2.1 + 2.15 * len(panels), 0.27 * len(words) + 0.8)
+    figure, places = plt.subplots(
+        1, len(panels), figsize=size, squeeze=False, layout="constrained", sharey=True
+    )
+    rows = range(len(words))
+    for ax, (title, after) in zip(places[0], panels.items(), strict=True):
+        ax.barh(rows, after, height=0.7, color="#3b7dd8")
+        ax.barh(rows, before, height=0.7, fill=False, edgecolor="#888888", linewidth=1)
+        for row, share in enumerate(after.tolist()):
+            where = max(share, before[row].item()) + 0.02 * top
+            ax.text(where, row, "✗" if share == 0 else f"{share:.3f}", va="center", fontsize=8)
+        ax.set(title=title, xlim=(0, 1.28 * top), ylim=(len(words) - 0.4, -0.6), xticks=[])
+        ax.title.set_fontsize(10)
+        ax.tick_params(length=0)
+        ax.spines[["top", "right", "bottom"]].set_visible(False)
+    places[0, 0].set_yticks(rows, words)
 
 
 def _pyplot():

@@ -10,7 +10,16 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.utils.logging import disable_progress_bar
 
+from minillm.generation import Request, generate
+from minillm.sampling import SamplingParams
+
 disable_progress_bar()
+
+
+def greedy(model, prompt_ids: list[int], max_new_tokens: int, end_ids=None) -> list[int]:
+    """The new ids of the engine's loop at temperature 0."""
+    params, context = SamplingParams(max_new_tokens=max_new_tokens), model.config.n_positions
+    return list(generate(model, Request(prompt_ids, params, context=context, end_ids=end_ids)))
 
 
 class Stopwatch:

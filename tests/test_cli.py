@@ -1,6 +1,7 @@
 """The command line and the engine's front door: text for good input, one line and exit code 2 for bad."""
 
 import json
+import re
 import subprocess
 import sys
 
@@ -71,7 +72,9 @@ def test_an_end_token_stops_and_is_not_shown():
     out = llm.generate("The fox", max_new_tokens=10)
     assert (out.finish_reason, out.token_ids) == ("stop", free.token_ids[: end + 1])
     assert (
-        out.text == llm.tokenizer.decode(free.token_ids[:end]) == "".join(llm.stream("The fox", 10))
+        out.text
+        == llm.tokenizer.decode(free.token_ids[:end])
+        == "".join(llm.stream("The fox", max_new_tokens=10))
     )
 
 
@@ -85,9 +88,89 @@ def test_the_context_is_a_finish_reason():
     assert (out.finish_reason, len(out.token_ids)) == ("context", room)
 
 
-def test_zero_new_tokens():
-    out = minillm.LLM("fairytale").generate("The fox", max_new_tokens=0)
-    assert (out.text, out.token_ids, out.finish_reason) == ("", [], "length")
+def test_the_options_reach_the_sampler(capsys):
+    """Each option changes the text the way the same field does, and only that option."""
+    llm, prompt = minillm.LLM("fairytale"), "The old king"
+    plain = {"temperature": 1.3, "seed": 7, "max_new_tokens": 24}
+    texts = set()
+    for field in [
+        {},
+        {"seed": 8},
+        {"temperature": 0.6},
+        {"top_k": 3},
+        {"top_p": 0.5},
+        {"min_p": 0.3},
+        {"repetition_penalty": 1.8},
+        {"stop": "e"},
+    ]:
+        fields = plain | field
+        flags = [(f"--{name.replace('_', '-')}", str(value)) for name, value in fields.items()]
+        assert main(["generate", prompt, *(text for flag in flags for text in flag)]) == 0
+        printed = capsys.readouterr().out
+        assert printed == prompt + llm.generate(prompt, **fields).text + "\n"
+        texts.add(printed)
+    assert len(texts) == 8
+
+
+def test_without_streaming_the_text_is_the_same_and_comes_at_once(capsys, monkeypatch):
+    assert main(["generate", "The fox", "-n", "20"]) == 0
+    streamed = capsys.readouterr().out
+    flushed = []
+    monkeypatch.setattr("builtins.print", lambda *parts, **how: flushed.append(parts))
+    assert main(["generate", "The fox", "-n", "20", "--no-stream"]) == 0
+    assert ["".join(map(str, parts)) for parts in flushed] == [streamed.rstrip("\n"), ""]
+
+
+def test_several_stop_strings(capsys):
+    assert main(["generate", "The wolf", "--stop", "zebra", "--stop", "friend"]) == 0
+    assert capsys.readouterr().out == "The wolf had a good \n"
+
+
+def test_a_text_that_ends_at_once_is_only_the_prompt(capsys):
+    assert main(["generate", "The wolf", "--stop", " "]) == 0
+    assert capsys.readouterr().out == "The wolf\n"
+
+
+def test_a_reader_that_leaves_is_no_error():
+    command = f"{sys.executable} -c 'from minillm.cli import main; raise SystemExit(main())' generate Hi -n 40 | head -c 1"
+    result = subprocess.run(command, shell=True, capture_output=True, text=True)
+    assert (result.stdout, result.stderr) == ("H", "")
+
+
+def test_several_prompts_come_back_in_order():
+    llm = minillm.LLM("fairytale")
+    params = minillm.SamplingParams(temperature=1.0, seed=5, max_new_tokens=12)
+    prompts = ["The fox", "The king", "The fox"]
+    outs = llm.generate(prompts, params)
+    assert outs == [llm.generate(prompt, params) for prompt in prompts]
+    assert outs[0] == outs[2] != outs[1]
+    free = [o.text for o in llm.generate(["The fox"] * 3, temperature=1.0, max_new_tokens=12)]
+    assert len(set(free)) == 3
+    assert llm.generate([]) == []
+
+
+def test_single_fields_win_over_params():
+    llm = minillm.LLM("fairytale")
+    params = minillm.SamplingParams(max_new_tokens=9)
+    assert len(llm.generate("The fox", params, max_new_tokens=4).token_ids) == 4
+    assert len(llm.generate("The fox", params).token_ids) == 9
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fields", "says"),
+    [
+        ((), {"temprature": 1}, "unexpected keyword argument 'temprature'"),
+        ((), {"top_p": 0}, "top_p is 0, expected"),
+        ((20,), {}, "params is 20, expected SamplingParams"),
+        (({"top_k": 3},), {}, "expected SamplingParams"),
+        ((), {"max_new_tokens": 0}, "max_new_tokens is 0"),
+    ],
+)
+def test_wrong_settings_get_a_sentence_before_any_work(arguments, fields, says):
+    llm = minillm.LLM("fairytale")
+    for method in (llm.generate, llm.stream):
+        with pytest.raises((ValueError, TypeError), match=re.escape(says)):
+            method("The fox", *arguments, **fields)
 
 
 def test_tokenize(capsys):
@@ -114,6 +197,14 @@ BAD = {
     "prompt beyond the context": (["generate", LONG], "tokens.*512"),
     "empty prompt": (["generate", ""], "prompt is ''"),
     "negative budget": (["generate", "Hi", "-n", "-3"], "max_new_tokens is -3"),
+    "no budget": (["generate", "Hi", "-n", "0"], "max_new_tokens is 0"),
+    "temperature": (["generate", "Hi", "--temperature", "nan"], "temperature is nan"),
+    "top-k": (["generate", "Hi", "--top-k", "-1"], "top_k is -1"),
+    "top-p": (["generate", "Hi", "--top-p", "1.5"], "top_p is 1.5"),
+    "min-p": (["generate", "Hi", "--min-p", "-0.1"], "min_p is -0.1"),
+    "penalty": (["generate", "Hi", "--repetition-penalty", "0"], "repetition_penalty is 0"),
+    "seed": (["generate", "Hi", "--seed", "-4"], "seed is -4"),
+    "stop": (["generate", "Hi", "--stop", ""], "stop is"),
     "info on nothing": (["info", "nobody/nothing"], "nobody/nothing"),
     "context too long": (["info", "fairytale", "--context", "513"], "513.*512"),
     "tokenizer of nothing": (["tokenize", "Hi", "-m", "/"], "no config.json|tokenizer"),
@@ -122,8 +213,6 @@ BAD = {
 
 @pytest.mark.parametrize(("arguments", "says"), BAD.values(), ids=BAD)
 def test_bad_input_is_one_line_on_stderr_and_exit_code_2(capsys, arguments, says):
-    import re
-
     assert main(arguments) == 2
     printed = capsys.readouterr()
     assert printed.out == ""
@@ -151,7 +240,7 @@ def test_a_folder_without_tokenizer_is_refused(save_reference):
         minillm.LLM(folder)
 
 
-@pytest.mark.parametrize("prompt", ["", None, 5, ["Hi"]])
+@pytest.mark.parametrize("prompt", ["", None, 5, ["Hi", ""], [["Hi"]]])
 def test_a_prompt_that_is_no_text_gets_a_sentence(prompt):
     with pytest.raises(ValueError, match="the prompt is"):
         minillm.LLM("fairytale").generate(prompt)

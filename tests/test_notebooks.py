@@ -34,7 +34,8 @@ def code_cells(notebook):
 
 def test_there_are_notebooks():
     names = [path.stem for path in NOTEBOOKS]
-    assert {"02_tokenizer", "03_embedding_and_block", "04_full_forward"} < set(names)
+    chapters = {"02_tokenizer", "03_embedding_and_block", "04_full_forward", "05_sampling"}
+    assert chapters < set(names)
 
 
 def test_modules_are_what_the_notebooks_export(tmp_path):
@@ -61,8 +62,10 @@ def test_hand_written_modules_survive_an_export():
         "gpt2",
         "weights",
         "parity",
+        "sampling",
+        "generation",
     } == generated
-    assert not generated & {"__init__", "cli", "llm", "widgets", "plots"}
+    assert not generated & {"__init__", "cli", "llm", "widgets", "panel_html", "plots"}
 
 
 def test_every_cell_was_run_in_order(notebook):
@@ -134,7 +137,8 @@ def test_pictures_are_local(notebook, path):
 
 def test_every_figure_is_drawn_by_code_and_used():
     drawn = {p.name for p in (ROOT / "figures").glob("*.png")}
-    code = "".join(p.read_text() for p in (ROOT / "figures").glob("*.py"))
+    scripts = [*(ROOT / "figures").glob("*.py"), ROOT / "tests" / "test_browser.py"]
+    code = "".join(p.read_text() for p in scripts)
     text = "".join(p.read_text() for p in [*NOTEBOOKS, ROOT / "README.md"])
     assert drawn
     assert not [name for name in drawn if name not in code or name not in text]
@@ -168,6 +172,7 @@ def test_ruff(arguments):
 
 def test_modules_import_only_from_earlier_chapters():
     order = ["bpe", "tokenizer_files", "tokenizer", "layers", "weights", "gpt2", "parity"]
+    order += ["sampling", "generation"]
     assert set(order) == {path.stem for path in make.generated_modules(ROOT)}
     for n, name in enumerate(order):
         tree = ast.parse((ROOT / "minillm" / f"{name}.py").read_text())

@@ -2,10 +2,11 @@
 
 import pytest
 import torch
+from conftest import greedy
 from torch import nn
 from transformers import GPT2LMHeadModel
 
-from minillm.gpt2 import GPT2, greedy, reference_points
+from minillm.gpt2 import GPT2, reference_points
 from minillm.parity import ParityError, compare_by_hand, compare_modules, compare_text, difference
 from minillm.weights import resolve
 
@@ -126,13 +127,13 @@ def test_texts_that_part_name_the_step_and_the_gap(pair):
     model, reference = pair
 
     def wrong(ids, n):
-        right = list(greedy(model, ids, n))
+        right = greedy(model, ids, n)
         return right[:3] + [right[3] + 1] + right[4:]
 
     with pytest.raises(ParityError, match="part at new token 3.*differ by .*a real difference"):
         compare_text(wrong, reference, [[5, 1, 88]], 8)
     with pytest.raises(ParityError, match="part at new token 7"):
-        compare_text(lambda ids, n: list(greedy(model, ids, n))[:-1], reference, [[5, 1, 88]], 8)
+        compare_text(lambda ids, n: greedy(model, ids, n)[:-1], reference, [[5, 1, 88]], 8)
 
 
 def test_by_hand(capsys):

@@ -6,9 +6,9 @@ import sys
 
 import pytest
 import torch
-from conftest import random_reference
+from conftest import greedy, random_reference
 
-from minillm.gpt2 import GPT2, greedy, reference_points
+from minillm.gpt2 import GPT2, reference_points
 from minillm.parity import compare_modules, compare_text
 
 SHAPE = {"vocab_size": 50257, "n_positions": 1024, "n_embd": 768, "n_layer": 12, "n_head": 12}
@@ -28,7 +28,7 @@ def test_greedy_text_equals_transformers(real_size):
     reference, folder = real_size
     model = GPT2.from_pretrained(folder)
     prompt = [15496, 995, 11, 262]
-    ids = list(greedy(model, prompt, 60))
+    ids = greedy(model, prompt, 60)
     assert len(set(ids)) >= 20, "this model repeats itself: it proves little"
     assert compare_text(lambda prompt_ids, n: ids[:n], reference, [prompt], 60) == 60
 

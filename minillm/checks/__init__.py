@@ -1,12 +1,13 @@
 """The checks of the exercises: `checks.my_layer_norm(my_layer_norm)` prints one line that knows your mistake."""
 
-from . import chapter02, chapter03, chapter04
+from . import chapter02, chapter03, chapter04, chapter05
 from .exercise import Exercise, Mistake
 
 EXERCISES: dict[str, Exercise] = {
     **chapter02.EXERCISES,
     **chapter03.EXERCISES,
     **chapter04.EXERCISES,
+    **chapter05.EXERCISES,
 }
 globals().update(EXERCISES)
 

@@ -11,6 +11,7 @@ __all__ = [
     "end_id_set",
     "seen_tokens",
     "Request",
+    "to_feed",
     "generate",
     "stream",
 ]
@@ -201,6 +202,22 @@ class Request:
             raise ValueError(f"this request has ended ({self.finish_reason}): make a new one")
 
 
+# %% ../notebooks/05_sampling.ipynb #to-feed
+def to_feed(request: Request, cache) -> list[int]:
+    """The ids that the cache does not hold yet; ValueError for another one's cache."""
+    ids = request.all_ids
+    held = 0 if cache is None else cache.length
+    if held > len(ids):
+        raise ValueError(
+            f"the cache holds {held} positions, the request has {len(ids)} tokens: "
+            f"is it another request's cache?"
+        )
+    if held == len(ids):  # its logits were lost in an interruption: feed the last again
+        held -= 1
+        cache.truncate(held)
+    return ids[held:]
+
+
 # %% ../notebooks/05_sampling.ipynb #generate
 @torch.inference_mode()
 def generate(model, request: Request, cache=None) -> Iterator[int]:
@@ -211,8 +228,7 @@ def generate(model, request: Request, cache=None) -> Iterator[int]:
     """
     device = next(model.parameters()).device
     while request.finish_reason is None:
-        held = 0 if cache is None else cache.length
-        token_ids = torch.tensor([request.all_ids[held:]], device=device)  # [1, T]
+        token_ids = torch.tensor([to_feed(request, cache)], device=device)  # [1, T]
         x = model.hidden_states(token_ids, cache=cache)  # [1, T] -> [1, T, D]
         yield request.accept(model.head(x[0, -1]))  # [D] -> [V] -> one id
 

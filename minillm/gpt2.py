@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from .layers import ACTIVATIONS, MLP, Attention, Block, LayerNorm, causal_mask, position_ids
+from .layers import ACTIVATIONS, MLP, Attention, Block, LayerNorm, Linear, causal_mask, position_ids
 from .tokenizer_files import read_json
 from .weights import plain_names, put, read_weights, resolve, tie_head
 
@@ -100,6 +100,11 @@ class GPT2Config:
                 )
         return cls(**used)
 
+    @property
+    def cache_shape(self) -> tuple[int, int, int]:
+        """Layers, heads and head width: what a cache has to hold (chapter 6)."""
+        return self.n_layer, self.n_head, self.n_embd // self.n_head
+
     def attention_scale(self, layer: int) -> float:
         """The factor on a layer's scores; 1 / √head_dim unless the file differs."""
         scale = (self.n_embd // self.n_head) ** -0.5 if self.scale_attn_weights else 1.0
@@ -131,7 +136,7 @@ class GPT2(nn.Module):
             for layer in range(config.n_layer)
         )
         self.final_norm = LayerNorm(D, config.layer_norm_epsilon)
-        self.lm_head = nn.Linear(D, config.vocab_size, bias=False)
+        self.lm_head = Linear(D, config.vocab_size, bias=False)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.token_embedding.weight
 
@@ -147,12 +152,19 @@ class GPT2(nn.Module):
         if positions is None:
             positions = position_ids(T, past, padding_mask).to(token_ids.device)
         self.check_input(token_ids, positions)
-        mask = causal_mask(T, past, padding_mask).to(token_ids.device)
+        mask = None  # one new token may look at everything so far
+        if T > 1 or padding_mask is not None:
+            mask = causal_mask(T, past, padding_mask).to(token_ids.device)
         x = self.token_embedding(token_ids)  # [B, T] -> [B, T, D]
         x = x + self.position_embedding(positions)  # [B, T, D] + [1 or B, T, D]
-        for block in self.blocks:
-            x = block(x, mask, positions, cache)  # [B, T, D] -> [B, T, D]
-        return self.final_norm(x)
+        try:
+            for block in self.blocks:
+                x = block(x, mask, positions, cache)  # [B, T, D] -> [B, T, D]
+            return self.final_norm(x)
+        except BaseException:  # Ctrl-C too: half a forward does not count
+            if cache is not None:
+                cache.length = past
+            raise
 
     def head(self, x: torch.Tensor) -> torch.Tensor:
         """Scores for every token of the vocabulary: `[..., D] -> [..., vocab_size]`."""
@@ -215,10 +227,12 @@ def checkpoint_names(config: GPT2Config) -> dict[str, str]:
 def load_weights(model: GPT2, tensors: Mapping[str, torch.Tensor], dtype=torch.float32) -> GPT2:
     """Put a checkpoint into the model: names mapped, Conv1D transposed, head tied.
 
-    Tensors of the wanted dtype stay views of their file. ValueError names every
-    missing and every unexpected tensor, or the first one of a wrong shape or kind.
+    Tensors of the wanted dtype stay views of their file, except the transposed ones.
+    ValueError names every missing and every unexpected tensor, or the first one of a
+    wrong shape or kind.
     """
     stored = plain_names(tensors)
+    del tensors  # only `stored` holds them now, and it lets go of each in its turn
     if model.config.tie_word_embeddings:
         tie_head(stored, "wte.weight")
     wanted = {}  # checkpoint name -> (module of ours, parameter name, transpose?)
@@ -236,7 +250,8 @@ def load_weights(model: GPT2, tensors: Mapping[str, torch.Tensor], dtype=torch.f
             f"unexpected {', '.join(unexpected) or 'nothing'}"
         )
     for name, (ours, parameter, transpose) in wanted.items():
-        put(model.get_submodule(ours), parameter, stored[name], name, transpose, dtype)
+        tensor = stored.pop(name)
+        put(model.get_submodule(ours), parameter, tensor, name, transpose, dtype)
     if model.config.tie_word_embeddings:
         model.lm_head.weight = model.token_embedding.weight
     return model

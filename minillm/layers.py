@@ -7,25 +7,23 @@ __all__ = [
     "KERNELS",
     "ACTIVATIONS",
     "LayerNorm",
-    "check_attention_inputs",
     "attention_weights",
     "attention",
     "check_heads",
     "split_heads",
     "merge_heads",
     "fused_attention",
-    "choose",
+    "Linear",
     "Attention",
     "MLP",
     "Block",
-    "check_padding_mask",
     "causal_mask",
     "position_ids",
 ]
 
 # %% ../notebooks/03_embedding_and_block.ipynb #imports
 import math
-from functools import partial
+from functools import lru_cache, partial
 
 import torch
 from torch import nn
@@ -36,8 +34,7 @@ from torch.nn import functional as F
 class LayerNorm(nn.Module):
     """Bring each token to mean 0 and variance 1, then apply a learned gain and bias.
 
-    [..., D] -> [..., D] (Ba et al. 2016). The variance divides by D, and `eps` stands
-    under the root.
+    [..., D] -> [..., D] (Ba et al. 2016). The variance divides by D; `eps` is in the root.
     """
 
     def __init__(self, width, eps=1e-5):
@@ -130,9 +127,11 @@ def merge_heads(x):
 def fused_attention(q, k, v, mask=None, scale=None):
     """The same as `attention`, by PyTorch's fused kernel, which stores no weights.
 
-    The mask is always handed over whole: the kernel's own `is_causal` starts at the
-    upper left corner, which is wrong as soon as there is a past.
+    The mask is handed over whole: the kernel's own `is_causal` starts at the upper left
+    corner, wrong as soon as there is a past. One query alone has nothing to fuse.
     """
+    if q.shape[-2] == 1:
+        return attention(q, k, v, mask, scale)
     check_attention_inputs(q, k, mask)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
 
@@ -148,31 +147,50 @@ def choose(known, name, what):
     return known[name]
 
 
+# %% ../notebooks/03_embedding_and_block.ipynb #row-groups
+@lru_cache
+def row_groups(rows, cores):
+    """Into how many equal groups to cut a matrix's rows; 1 where nothing fits."""
+    return next((n for n in range(cores, 65) if rows % n == 0), 1)
+
+
+# %% ../notebooks/03_embedding_and_block.ipynb #linear-class
+class Linear(nn.Linear):
+    """x Wᵀ + b, [..., in] -> [..., out]; for one row alone, all cores fetch W."""
+
+    def forward(self, x):
+        n = row_groups(self.out_features, torch.get_num_threads())
+        if n == 1 or x.is_cuda or x.numel() != self.in_features:
+            return super().forward(x)
+        W = self.weight.reshape(n, -1, self.in_features)  # [out, in] -> [n, out/n, in]
+        column = x.reshape(1, -1).t().expand(n, -1, 1)  # [1, in] -> [n, in, 1]
+        b = W.new_zeros(1, 1, 1) if self.bias is None else self.bias.view(n, -1, 1)
+        y = torch.baddbmm(b, W, column)  # b + [n, out/n, in] @ [n, in, 1] = [n, out/n, 1]
+        return y.view(*x.shape[:-1], -1)  # -> [..., out]
+
+
 # %% ../notebooks/03_embedding_and_block.ipynb #attention-class-code
 class Attention(nn.Module):
     """Multi-head self-attention with a joint Q, K, V layer, [B, T, D] -> [B, T, D].
 
-    `kernel` is "naive" or "sdpa"; `scale` is 1 / √d by default; `layer` is the number
-    under which a cache keeps this layer's keys and values. Raises ValueError for a
-    width that the heads do not divide and for an unknown kernel. Vaswani et al. 2017,
-    section 3.2.2.
+    `kernel` is "naive" or "sdpa", `scale` 1 / √d by default, `layer` this layer's place
+    in a cache. Raises ValueError for a width that the heads do not divide and for an
+    unknown kernel. Vaswani et al. 2017, section 3.2.2.
     """
 
     def __init__(self, width, n_heads, layer=0, scale=None, kernel="sdpa"):
         super().__init__()
         check_heads(width, n_heads)
         choose(KERNELS, kernel, "attention kernel")
-        self.qkv = nn.Linear(width, 3 * width)
-        self.out = nn.Linear(width, width)
+        self.qkv = Linear(width, 3 * width)
+        self.out = Linear(width, width)
         self.n_heads, self.layer = n_heads, layer
         self.scale, self.kernel = scale, kernel
 
     def forward(self, x, mask=None, positions=None, cache=None):
-        """`mask` is from `causal_mask`; None hides nothing, not even the future.
-
-        `positions` [B, T] is for attentions that rotate q and k; here the embedding
-        carries the position. `cache.update(layer, k, v)` returns all keys and values
-        so far, [B, H, past + T, d] each.
+        """`mask` is from `causal_mask`, None hides nothing; `positions` [B, T] is for
+        attentions that rotate q and k. `cache.update(layer, k, v)` returns all keys and
+        values so far, [B, H, past + T, d] each.
         """
         q, k, v = self.qkv(x).chunk(3, dim=-1)  # [B, T, 3*D] -> 3 x [B, T, D]
         q, k, v = (split_heads(part, self.n_heads) for part in (q, k, v))
@@ -202,9 +220,9 @@ class MLP(nn.Module):
 
     def __init__(self, width, inner_width, activation="gelu_new"):
         super().__init__()
-        self.up = nn.Linear(width, inner_width)
+        self.up = Linear(width, inner_width)
         self.activation = choose(ACTIVATIONS, activation, "activation")()
-        self.down = nn.Linear(inner_width, width)
+        self.down = Linear(inner_width, width)
 
     def forward(self, x):
         inner = self.activation(self.up(x))  # [B, T, D] -> [B, T, inner]
@@ -242,8 +260,7 @@ def check_padding_mask(padding_mask, total_length):
     if padding_mask.dim() != 2 or padding_mask.shape[1] != total_length:
         raise ValueError(
             f"padding_mask must be bool [B, past + T] with past + T = {total_length} "
-            f"columns, but its shape is {list(padding_mask.shape)}: "
-            f"it covers the past and the new tokens"
+            f"columns, but its shape is {list(padding_mask.shape)}"
         )
 
 
@@ -252,12 +269,9 @@ def causal_mask(new_length, past_length=0, padding_mask=None):
     """Who may look at whom: bool, True where a query may look at a key.
 
     Query i of this call sees the keys <= past + i of its own row that are not padding
-    (Vaswani et al. 2017, section 3.2.3). `padding_mask` is bool [B, past + T], True =
-    real; a padding token also sees itself, so that its softmax is never 0 / 0. Padding
-    at the right or in the middle also sees the real tokens before it, which is
-    harmless: nobody looks at padding. Returns [1, 1, T, past + T], or [B, 1, T, past +
-    T] with a padding mask. Raises ValueError for a padding mask of another shape or
-    dtype.
+    (Vaswani et al. 2017, section 3.2.3), and itself, so that no softmax is 0 / 0.
+    `padding_mask` is bool [B, past + T], True = real. Returns [1, 1, T, past + T], or
+    [B, 1, T, past + T] with one. Raises ValueError for a mask of another shape or dtype.
     """
     queries = past_length + torch.arange(new_length)  # [T], places in the row
     keys = torch.arange(past_length + new_length)  # [past + T]
@@ -275,9 +289,8 @@ def position_ids(new_length, past_length=0, padding_mask=None):
     """The place of each new token among the real tokens of its own row, from 0.
 
     Returns [1, T], or [B, T] where `padding_mask` (bool [B, past + T], True = real) is
-    given: the cumulative sum of the mask - 1, its last T columns. Leading padding gets
-    place 0; nobody looks there. Raises ValueError for a padding mask of another shape
-    or dtype.
+    given: the cumulative sum of the mask - 1, its last T columns, and 0 for leading
+    padding. Raises ValueError for a mask of another shape or dtype.
     """
     if padding_mask is None:
         return torch.arange(past_length, past_length + new_length)[None]  # [1, T]

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from .generation import Request, generate, stream
 from .gpt2 import GPT2, GPT2Config
+from .kv_cache import KVCache
 from .sampling import SamplingParams
 from .tokenizer import Tokenizer
 from .tokenizer_files import read_json
@@ -64,14 +65,15 @@ class LLM:
         many = isinstance(prompt, list | tuple)
         requests = [self.request(one, params, **options) for one in (prompt if many else [prompt])]
         for request in requests:
-            for _ in generate(self.model, request):
+            for _ in generate(self.model, request, self.cache(request)):
                 pass
         done = [Completion(r.text, r.token_ids, r.finish_reason, r.prompt_ids) for r in requests]
         return done if many else done[0]
 
     def stream(self, prompt: str, params: SamplingParams | None = None, **options) -> Iterator[str]:
         """The same text piece by piece, as it comes; pieces never split a character."""
-        return stream(self.model, self.request(prompt, params, **options))
+        request = self.request(prompt, params, **options)
+        return stream(self.model, request, self.cache(request))
 
     def request(self, prompt: str, params: SamplingParams | None = None, **options) -> Request:
         """One prompt, ready to run; ValueError when it is empty or longer than the context."""
@@ -88,6 +90,11 @@ class LLM:
             end_ids=self.end_ids,
             tokenizer=self.tokenizer,
         )
+
+    def cache(self, request: Request) -> KVCache:
+        """A cache with room for the request's prompt and its budget, or for the whole context."""
+        most = len(request.prompt_ids) + request.params.max_new_tokens
+        return KVCache.for_model(self.model, min(most, request.context))
 
     def encode(self, prompt: str) -> list[int]:
         """The prompt's token ids; ValueError when it is empty."""

@@ -11,6 +11,7 @@ __all__ = [
     "apply_repetition_penalty",
     "SamplingParams",
     "check_logits",
+    "punished",
     "process_logits",
     "sample",
 ]
@@ -118,8 +119,8 @@ RULES = {  # field: (kind, range, what a person should write)
     ),
     "seed": (
         WHOLE,
-        lambda n: 0 <= n < 2**64,
-        "None or a whole number from 0 to 2**64 - 1",
+        lambda n: 0 <= n < 2**32,  # PyTorch's generator looks at 32 bits only
+        "None or a whole number from 0 to 2**32 - 1",
     ),
 }
 
@@ -190,6 +191,20 @@ def check_logits(logits: torch.Tensor, where: str) -> None:
         raise ValueError(f"the logits {where} {what}{row}: no token can be chosen from that")
 
 
+# %% ../notebooks/05_sampling.ipynb #punished
+def punished(logits, params: SamplingParams, seen) -> torch.Tensor:
+    """The first step: the logits in fp32, looked at, after the penalty, looked at."""
+    logits = logits.float()
+    check_logits(logits, "of the model")
+    if params.repetition_penalty == 1:
+        return logits
+    if seen is None:
+        raise ValueError("a repetition penalty needs `seen`, the tokens so far: bool [B, V]")
+    logits = apply_repetition_penalty(logits, seen, params.repetition_penalty)
+    check_logits(logits, "after the repetition penalty")
+    return logits
+
+
 # %% ../notebooks/05_sampling.ipynb #process-logits
 def process_logits(
     logits: torch.Tensor, params: SamplingParams, seen: torch.Tensor | None = None
@@ -199,15 +214,9 @@ def process_logits(
     `[B, V] -> [B, V]` in fp32; a token that was cut is -inf. `seen`, bool `[B, V]`, is
     for the penalty. ValueError for logits from which nothing can be chosen.
     """
-    logits = logits.float()
-    check_logits(logits, "of the model")
-    if params.repetition_penalty != 1:
-        if seen is None:
-            raise ValueError("a repetition penalty needs `seen`, the tokens so far: bool [B, V]")
-        logits = apply_repetition_penalty(logits, seen, params.repetition_penalty)
-        check_logits(logits, "after the repetition penalty")
+    logits = punished(logits, params, seen)
     if params.temperature == 0:
-        return apply_top_k(logits, 1)  # the limit of ever lower temperatures
+        return apply_top_k(logits, 1)  # greedy; the lower id among equals
     logits = apply_temperature(logits, params.temperature)
     logits = apply_top_k(logits, params.top_k)
     logits = apply_top_p(logits, params.top_p)
@@ -225,13 +234,13 @@ def sample(
 
     All rows draw from the one `generator`, which temperature 0 does not need.
     """
-    logits = process_logits(logits, params, seen)
     if params.temperature == 0:
-        return logits.argmax(dim=-1)  # [B, V] -> [B]
+        return punished(logits, params, seen).argmax(dim=-1)  # [B, V] -> [B]
     if generator is None:
         raise ValueError(
             "sampling needs a random generator of its own: "
             "torch.Generator().manual_seed(0), for example"
         )
+    logits = process_logits(logits, params, seen)
     shares = logits.softmax(dim=-1)  # [B, V], what was cut has share 0
     return torch.multinomial(shares, 1, generator=generator)[:, 0]  # [B, 1] -> [B]

@@ -115,7 +115,12 @@ def read_safetensors(path: Path) -> dict[str, torch.Tensor]:
     refuse_placeholders(path)
     try:
         with safe_open(path, framework="pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            names = list(file.keys())
+        tensors = {}
+        for name in names:  # a mapping of its own for each: it ends with its tensor
+            with safe_open(path, framework="pt") as file:
+                tensors[name] = file.get_tensor(name)
+        return tensors
     except SafetensorError as error:
         raise ValueError(
             f"{path} is not a complete safetensors file ({first_line(error)}): download it again"
@@ -236,7 +241,8 @@ def put(module: nn.Module, parameter: str, tensor, name: str, transpose: bool, d
             f"the file has {tensor.dtype} of shape {list(tensor.shape)}"
         )
     tensor = tensor.to(dtype)  # the same tensor, still mapped, if the dtype fits
-    tensor = tensor.t() if transpose else tensor  # [in, out] -> [out, in]
+    if transpose:
+        tensor = tensor.t().contiguous()  # [in, out] -> [out, in], rows in one piece
     setattr(module, parameter, nn.Parameter(tensor, requires_grad=False))
 
 

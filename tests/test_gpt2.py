@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2LMHeadModel
 
 from minillm.gpt2 import (
+    CONV1D,
     GPT2,
     IRRELEVANT,
     REFUSED_UNLESS,
@@ -286,7 +287,7 @@ def test_any_stored_dtype_is_converted_by_one_rule(save_reference, stored):
 
 
 def test_weights_of_the_wanted_dtype_stay_views_of_the_file(save_reference):
-    """Two tensors lie as far apart in memory as in the file."""
+    """Two tensors lie as far apart in memory as in the file, up to whole pages; rows are in one piece."""
     _, folder = save_reference()
     model = GPT2.from_pretrained(folder)
     with open(folder / "model.safetensors", "rb") as file:
@@ -296,7 +297,11 @@ def test_weights_of_the_wanted_dtype_stay_views_of_the_file(save_reference):
     origin = model.token_embedding.weight.data_ptr() - first["transformer.wte.weight"]
     for ours, theirs in checkpoint_names(model.config).items():
         for name, parameter in model.get_submodule(ours).named_parameters():
-            assert parameter.data_ptr() - origin == first[f"transformer.{theirs}.{name}"]
+            assert parameter.is_contiguous()
+            if parameter.dim() == 2 and ours.split(".", 2)[-1] in CONV1D:
+                continue
+            where = first[f"transformer.{theirs}.{name}"]
+            assert (parameter.data_ptr() - origin - where) % 4096 == 0
 
 
 # ---- bad input ------------------------------------------------------------------------------

@@ -64,6 +64,7 @@ def test_hand_written_modules_survive_an_export():
         "parity",
         "sampling",
         "generation",
+        "kv_cache",
     } == generated
     assert not generated & {"__init__", "cli", "llm", "widgets", "panel_html", "plots"}
 
@@ -172,7 +173,7 @@ def test_ruff(arguments):
 
 def test_modules_import_only_from_earlier_chapters():
     order = ["bpe", "tokenizer_files", "tokenizer", "layers", "weights", "gpt2", "parity"]
-    order += ["sampling", "generation"]
+    order += ["sampling", "generation", "kv_cache"]
     assert set(order) == {path.stem for path in make.generated_modules(ROOT)}
     for n, name in enumerate(order):
         tree = ast.parse((ROOT / "minillm" / f"{name}.py").read_text())

@@ -251,6 +251,26 @@ def test_importing_minillm_does_not_import_torch():
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
+IMPORT = """
+import sys, time, torch
+start = time.perf_counter()
+import minillm
+minillm.LLM, minillm.SamplingParams
+print(time.perf_counter() - start)
+sys.exit(bool({"transformers", "matplotlib", "ipywidgets"} & set(sys.modules)))
+"""
+
+
+def test_the_engine_is_imported_quickly_and_alone():
+    """At most 0.3 s beyond torch, and nothing that only rulers, pictures and panels need."""
+    runs = [
+        subprocess.run([sys.executable, "-c", IMPORT], capture_output=True, text=True)
+        for _ in range(3)
+    ]
+    assert [run.returncode for run in runs] == [0, 0, 0]
+    assert min(float(run.stdout) for run in runs) < 0.3
+
+
 def test_an_unknown_name_in_the_package_says_what_there_is():
     with pytest.raises(AttributeError, match="LLM"):
         _ = minillm.Model

@@ -19,9 +19,9 @@ import torch
 from safetensors.torch import save_file
 
 from . import __version__
-from .generation import Request, generate
+from .generation import Request, generate, to_feed
 from .gpt2 import CONV1D, GPT2, GPT2Config, checkpoint_names
-from .kv_cache import KVCache
+from .kv_cache import KVCache, cache_bytes
 from .llm import architecture
 from .sampling import SamplingParams
 from .weights import resolve
@@ -143,8 +143,7 @@ def run_once(name: str, model, job: Job) -> tuple[list[float], list[list[int]]]:
 def rows(model, requests: list[Request], cache):
     """Run requests of equal length to their common end, one forward `[B, T]` for each token."""
     while requests[0].finish_reason is None:
-        held = 0 if cache is None else cache.length
-        token_ids = torch.tensor([request.all_ids[held:] for request in requests])  # [B, T]
+        token_ids = torch.tensor([to_feed(request, cache) for request in requests])  # [B, T]
         x = model.hidden_states(token_ids, cache=cache)  # [B, T] -> [B, T, D]
         for request, logits in zip(requests, model.head(x[:, -1]), strict=True):  # [B, D] -> [B, V]
             request.accept(logits)
@@ -186,10 +185,9 @@ def bytes_per_step(model, positions: int, batch: int = 1) -> int:
     """What one decode step reads: weights, and keys and values of that many positions, in bytes."""
     # of an embedding it reads a row or two: a table counts only where it is the head as well
     read = {p for name, p in model.named_parameters() if "embedding" not in name}
-    layers, heads, width = model.config.cache_shape
-    kept = 2 * layers * heads * width * positions * batch  # keys and values
     read.add(model.lm_head.weight)
-    return sum(p.nbytes for p in read) + kept * model.lm_head.weight.itemsize
+    kept = cache_bytes(*model.config.cache_shape, positions, model.lm_head.weight.itemsize)
+    return sum(p.nbytes for p in read) + kept * batch
 
 
 def peak_memory(name: str, job: Job, folder: Path) -> int | None:

@@ -125,6 +125,7 @@ def info(options) -> None:
     """Print the architecture, the parameters, and the bytes of weights and of the KV cache."""
     import torch
 
+    from .kv_cache import cache_bytes
     from .llm import architecture
     from .tokenizer_files import read_json
     from .weights import resolve
@@ -140,7 +141,7 @@ def info(options) -> None:
             f"--context is {context}, expected 1 to {config.n_positions}, the model's own"
         )
     stored = read_json(folder / "config.json").get("dtype", "float32")
-    per_token = 2 * config.n_layer * config.n_embd * 4  # keys and values, every layer, fp32
+    per_token = cache_bytes(*config.cache_shape, length=1, bytes_per_number=4)
     rows = {
         "folder": folder,
         "architecture": f"{model_class.__name__}: {config.n_layer} layers x {config.n_embd} wide, "

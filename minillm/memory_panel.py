@@ -2,8 +2,8 @@
 
 from html import escape
 
-from .panel_html import Still
-from .widgets import load_ipywidgets
+from .kv_cache import cache_bytes
+from .widgets import load_ipywidgets, still
 
 MODELS = {  # name -> layers, KV heads, head width, bytes of the weights (fp16; GPT-2 in fp32)
     "GPT-2 124M, fp32": (12, 12, 64, 4 * 124_439_808),
@@ -25,7 +25,7 @@ def bytes_text(number: float) -> str:
 def cache_html(name: str, positions: int, sequences: int, number: int) -> str:
     """The formula with its numbers, and two bars: the weights and the cache."""
     layers, heads, width, weights = MODELS[name]
-    per_token = 2 * layers * heads * width * number
+    per_token = cache_bytes(layers, heads, width, 1, number)
     cache = per_token * positions * sequences
     largest = max(weights, cache)
     formula = f"2 · {layers} layers · {heads} KV heads · {width} wide · {positions:,} positions"
@@ -47,11 +47,7 @@ def cache_panel():
     """Choose a model and a load, and read what the cache costs; a still picture without ipywidgets."""
     ipywidgets = load_ipywidgets()
     if ipywidgets is None:
-        sentence = (
-            "This picture stands still because ipywidgets is not installed: pip install "
-            "'minillm[lab]', or call minillm.memory_panel.cache_html with other numbers."
-        )
-        return Still(cache_html(START, 2048, 1, 2), sentence)
+        return still(cache_html(START, 2048, 1, 2), "memory_panel.cache_html", "other numbers")
     model = ipywidgets.Dropdown(options=list(MODELS), value=START, description="model")
     positions = ipywidgets.SelectionSlider(
         options=[2**n for n in range(7, 18)], value=2048, description="positions"

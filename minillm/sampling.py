@@ -171,9 +171,10 @@ class SamplingParams:
             if name == "seed" and value is None:
                 continue
             fits = isinstance(value, kind) and not isinstance(value, bool)
-            if not (fits and in_range(plain(value, kind))):  # a NaN is in no range
+            number = plain(value, kind) if fits else torch.nan
+            if not in_range(number):  # a NaN is in no range
                 raise ValueError(f"{name} is {value!r}, expected {expected}")
-            object.__setattr__(self, name, plain(value, kind))
+            object.__setattr__(self, name, number)
         object.__setattr__(self, "stop", stop_strings(self.stop))
 
 

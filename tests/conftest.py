@@ -41,6 +41,15 @@ def pytest_configure(config):
     config.pluginmanager.register(Stopwatch(), "stopwatch")
 
 
+@pytest.fixture(scope="module")
+def one_thread():
+    """Small tensors: a second thread only waits, and on a busy machine it waits long."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture
 def notebook_seconds(pytestconfig):
     """Notebook name -> seconds, for the notebooks that ran before this test."""

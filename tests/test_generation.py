@@ -22,13 +22,7 @@ NAN, INF = float("nan"), float("inf")
 MIXED = "é😀漢A"
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Small tensors: a second thread only waits, and on a busy machine it waits long."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def tokenizer_of(tokens) -> Tokenizer:

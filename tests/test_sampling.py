@@ -42,13 +42,7 @@ from minillm.weights import resolve
 NAN, INF = math.nan, math.inf
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Small tensors: a second thread only waits, and on a busy machine it waits long."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def logits_for(shares) -> torch.Tensor:

@@ -1,25 +1,21 @@
-"""What `minillm bench` measures: first token, decode, memory, and how close that is to the ceiling."""
+"""The measuring behind `minillm bench`: one job, its engines in turn, their times, ids and memory."""
 
 import json
-import os
-import platform
-import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
-from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
-from statistics import median
 from time import perf_counter
 
 import torch
 from safetensors.torch import save_file
 
-from . import __version__
-from .generation import Request, generate, to_feed
+from .batching import generate_batch, pad_left
+from .generation import Request, generate
 from .gpt2 import CONV1D, GPT2, GPT2Config, checkpoint_names
 from .kv_cache import KVCache, cache_bytes
 from .llm import architecture
@@ -34,12 +30,13 @@ LAB = "which is not installed: pip install 'minillm[lab]'"
 
 @dataclass
 class Job:
-    """What is measured; ValueError for a number that is too small, or when transformers is missing."""
+    """What is measured; ValueError for numbers that are no job, or when transformers is missing."""
 
     model: str = "fairytale"
     prompt_length: int = 64
     new_tokens: int = 64
     batch: int = 1
+    mixed: bool = False  # rows of different lengths, that end at different times
     dtype: str = "float32"
     threads: int | None = None  # None: as many as PyTorch takes by itself
     repeat: int = 5
@@ -53,23 +50,57 @@ class Job:
         for name, smallest in least.items():
             if (value := getattr(self, name)) < smallest:
                 raise ValueError(f"--{name.replace('_', '-')} is {value}, expected >= {smallest}")
+        if self.mixed and self.batch == 1:
+            raise ValueError(
+                "--mixed with --batch 1 has nothing to mix: it needs at least 2 rows, as with --batch 2"
+            )
         if self.against and find_spec(THEIRS) is None:
             raise ValueError(f"--against transformers needs transformers, {LAB}")
         self.engines = [OURS] + [UNCACHED] * self.no_cache + [THEIRS] * bool(self.against)
+
+    def row_lengths(self) -> list[tuple[int, int]]:
+        """Each row's tokens in the prompt and new tokens; mixed: from an eighth of both to all.
+
+        Mixed prompts get longer from row to row. The new tokens do so twice, by every other
+        number, so that long and short answers belong to long and short prompts.
+        """
+        if not self.mixed:
+            return [(self.prompt_length, self.new_tokens)] * self.batch
+        prompts = spread(max(self.prompt_length // 8, 1), self.prompt_length, self.batch)
+        new = spread(max(self.new_tokens // 8, 2), self.new_tokens, self.batch)
+        return list(zip(prompts, new[1::2] + new[::2], strict=True))
+
+
+def spread(least: int, most: int, rows: int) -> list[int]:
+    """Whole numbers from the least to the most, one a row, evenly apart."""
+    return [least + (most - least) * n // (rows - 1) for n in range(rows)]
 
 
 class Clock(list):
     """Time stamps in seconds, and a streamer for transformers, which calls `put` and `end`."""
 
     def put(self, _=None) -> None:
-        """A token has come."""
+        """A token has come, in each row that still runs."""
         self.append(perf_counter())
 
     end = staticmethod(lambda: None)
 
 
-def bench(job: Job) -> dict:
-    """Measure; the report of `summarize`. ValueError when the tokens do not fit the context."""
+class RowBudgets:
+    """A stopping criterion for transformers: a row is done when it has its own new tokens."""
+
+    eos_token_id = None  # with this name transformers pads a finished row, as after an end id
+
+    def __init__(self, prompt_length: int, new_tokens: list[int]):
+        self.lengths = prompt_length + torch.tensor(new_tokens)  # [B]
+
+    def __call__(self, token_ids, scores, **_) -> torch.Tensor:
+        """Which rows of `[B, T]` are done: bool `[B]`."""
+        return token_ids.shape[1] >= self.lengths
+
+
+def measure(job: Job) -> dict:
+    """What `summarize` needs; ValueError when the tokens do not fit the context."""
     torch.set_num_threads(job.threads)
     shape = job.model == "gpt2-shape"  # GPT-2 124M's, with random weights
     context = (GPT2Config() if shape else architecture(resolve(job.model))[1]).n_positions
@@ -86,7 +117,9 @@ def bench(job: Job) -> dict:
         engines = {name: partial(run_once, name, models[name], job) for name in job.engines}
         runs, ceilings = take_turns(engines, job.repeat)
     positions = job.prompt_length + job.new_tokens // 2  # in the middle of the decode
-    return summarize(job, runs, ceilings, bytes_per_step(ours, positions, job.batch), memory)
+    # mixed rows leave on the way: no step is like another
+    step_bytes = None if job.mixed else bytes_per_step(ours, positions, job.batch)
+    return {"runs": runs, "ceilings": ceilings, "step_bytes": step_bytes, "memory": memory}
 
 
 def take_turns(engines: dict, repeat: int) -> tuple[dict, list[float]]:
@@ -120,34 +153,49 @@ def measure_ceiling(buffers: list[torch.Tensor]) -> float:
 
 
 def run_once(name: str, model, job: Job) -> tuple[list[float], list[list[int]]]:
-    """Continue seeded random rows greedily: time stamps (start, each token), each row's new ids."""
-    B, T, new, V = job.batch, job.prompt_length, job.new_tokens, model.config.vocab_size
-    prompts = torch.randint(V, (B, T), generator=torch.Generator().manual_seed(SEED))
+    """Continue seeded random rows greedily: time stamps (start, each step), each row's new ids."""
+    generator, V = torch.Generator().manual_seed(SEED), model.config.vocab_size
+    lengths, new = zip(*job.row_lengths(), strict=True)
+    prompts = [torch.randint(V, (T,), generator=generator).tolist() for T in lengths]
     clock = Clock([perf_counter()])
     if name == THEIRS:
-        model.generation_config.eos_token_id = None  # all rows run to the wanted length
-        options = {"max_new_tokens": new, "do_sample": False, "pad_token_id": 0}
-        options |= {"attention_mask": torch.ones_like(prompts), "streamer": clock}
-        out = model.generate(prompts, **options)
-        del clock[1]  # transformers puts the prompt first
-        return clock, out[:, T:].tolist()
-    params, context = SamplingParams(max_new_tokens=new), model.config.n_positions
-    requests = [Request(row, params, context=context) for row in prompts.tolist()]
-    cache = None if name == UNCACHED else KVCache.for_model(model, T + new, B)
-    for _ in generate(model, requests[0], cache) if B == 1 else rows(model, requests, cache):
+        return clock, run_theirs(model, prompts, new, clock)
+    requests = [
+        Request(ids, SamplingParams(max_new_tokens=budget), context=model.config.n_positions)
+        for ids, budget in zip(prompts, new, strict=True)
+    ]
+    for _ in steps(name, model, requests):
         clock.put()
     return clock, [request.token_ids for request in requests]
 
 
-@torch.inference_mode()
-def rows(model, requests: list[Request], cache):
-    """Run requests of equal length to their common end, one forward `[B, T]` for each token."""
-    while requests[0].finish_reason is None:
-        token_ids = torch.tensor([to_feed(request, cache) for request in requests])  # [B, T]
-        x = model.hidden_states(token_ids, cache=cache)  # [B, T] -> [B, T, D]
-        for request, logits in zip(requests, model.head(x[:, -1]), strict=True):  # [B, D] -> [B, V]
-            request.accept(logits)
-        yield
+def steps(name: str, model, requests: list[Request]) -> Iterator:
+    """Run the requests to their ends, with one of our engines: one item for each forward."""
+    if len(requests) > 1:
+        return (generate_batch if name == OURS else forget)(model, requests)
+    (request,) = requests
+    cache = KVCache.for_model(model, request.max_length) if name == OURS else None
+    return generate(model, request, cache)
+
+
+def forget(model, requests: list[Request]) -> Iterator:
+    """A batch without the use of a cache: each step's is thrown away, and the next starts over."""
+    while any(request.finish_reason is None for request in requests):
+        yield next(generate_batch(model, requests))
+
+
+def run_theirs(model, prompts: list, new: list[int], clock: Clock) -> list[list[int]]:
+    """Run transformers' `generate` on the padded rows to the longest end; each row's own new ids."""
+    token_ids, mask = pad_left(prompts)  # [B, T] each
+    T = token_ids.shape[1]
+    model.generation_config.eos_token_id = None  # only its number of new tokens ends a row
+    options = {"max_new_tokens": max(new), "do_sample": False, "pad_token_id": 0}
+    options |= {"attention_mask": mask.long(), "streamer": clock}
+    if min(new) < max(new):
+        options["stopping_criteria"] = [RowBudgets(T, new)]
+    out = model.generate(token_ids, **options)[:, T:]  # [B, T] -> [B, T + new] -> [B, new]
+    del clock[1]  # transformers puts the prompt first
+    return [row[:budget] for row, budget in zip(out.tolist(), new, strict=True)]
 
 
 def load(name: str, job: Job, folder: Path):
@@ -216,81 +264,6 @@ def child(work: str) -> None:
     torch.set_num_threads(job.threads)
     run_once(name, load(name, job, Path(folder)), job)
     print(peak_bytes() - before)
-
-
-def summarize(job: Job, runs: dict, ceilings: list[float], step_bytes: int, memory: dict) -> dict:
-    """The report, of medians; ValueError when decode seems to read faster than the memory can."""
-    rows, ceiling, ratios = {}, median(ceilings), {}
-    for name, given in runs.items():
-        marks = [times for times, _ in given]
-        first = median(m[1] - m[0] for m in marks)
-        step = median(b - a for m in marks for a, b in zip(m[1:], m[2:], strict=False))
-        rows[name] = {
-            "first_token_s": first,
-            "prefill_tokens_per_s": job.batch * job.prompt_length / first,
-            "decode_step_s": step,
-            "decode_tokens_per_s": job.batch / step,
-            "total_s": median(m[-1] - m[0] for m in marks),
-            "peak_memory_bytes": memory[name],
-        }
-    share = step_bytes / rows[OURS]["decode_step_s"] / ceiling if job.batch == 1 else None
-    if share is not None and share > 1:
-        raise ValueError(
-            f"decode reaches {share:.1%} of this machine's memory ceiling, and more than 100% "
-            f"cannot be: the ceiling was measured wrongly, perhaps beside other work; try again"
-        )
-    for name, key in [(UNCACHED, "total"), (THEIRS, "first_token"), (THEIRS, "decode_step")]:
-        if name in rows:
-            ratio = rows[name][f"{key}_s"] / rows[OURS][f"{key}_s"]
-            ratios.setdefault(name, {})[key] = ratio
-    report = {"job": asdict(job), "seed": SEED, "machine": machine(job), "engines": rows}
-    report |= {"ratios": ratios, "bytes_per_step": step_bytes, "share_of_ceiling": share}
-    report["ceiling_bytes_per_s"] = ceiling
-    if THEIRS in rows:
-        ours, theirs = (sum(runs[name][-1][1], []) for name in (OURS, THEIRS))
-        same = [a == b for a, b in zip(ours, theirs, strict=True)]
-        report["equal_ids"] = {"equal": sum(same), "of": len(same)}
-    return report
-
-
-def machine(job: Job) -> dict:
-    """Where the numbers come from: processor, cores and versions."""
-    info = Path("/proc/cpuinfo")
-    found = re.search(r"^model name\s*: (.+)", info.read_text() if info.exists() else "", re.M)
-    cpu = found[1] if found else platform.processor() or platform.machine()
-    used = ["torch"] + [THEIRS] * bool(job.against)
-    versions = {name: version(name) for name in used} | {"minillm": __version__}
-    return {"cpu": cpu, "cores": os.cpu_count(), "versions": versions}
-
-
-def check_plot(path: str) -> None:
-    """ValueError or OSError, before anything is measured, where no figure can be written."""
-    if find_spec("matplotlib") is None:
-        raise ValueError(f"--plot needs matplotlib, {LAB}")
-    from matplotlib.figure import Figure
-
-    known = Figure().canvas.get_supported_filetypes()
-    if Path(path).suffix[1:].lower() not in known:
-        raise ValueError(f"--plot is {path!r}, expected a name that ends in .{', .'.join(known)}")
-    open(path, "ab").close()
-
-
-def draw(report: dict, path: str) -> None:
-    """A figure of the table: a panel for each measure, a bar for each engine."""
-    from matplotlib.figure import Figure
-
-    panels = {
-        "time to first token (ms)": ("first_token_s", 1e3),
-        "decode (tokens/s)": ("decode_tokens_per_s", 1),
-        "peak memory (MB)": ("peak_memory_bytes", 1e-6),
-    }
-    figure = Figure(figsize=(11, 2.6), layout="constrained")
-    for ax, (title, (key, unit)) in zip(figure.subplots(1, 3), panels.items(), strict=True):
-        values = [(row[key] or 0) * unit for row in report["engines"].values()]
-        names = [name.replace(", ", ",\n") for name in report["engines"]]
-        ax.bar_label(ax.bar(names, values, color="#3b7dd8"), fmt="%.4g")
-        ax.set(title=title, ymargin=0.2)
-    figure.savefig(path, dpi=130)
 
 
 if __name__ == "__main__":

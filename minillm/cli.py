@@ -75,8 +75,13 @@ def parser() -> argparse.ArgumentParser:
         help="a name, a directory, a hub id, or gpt2-shape: GPT-2 124M's shape with random weights",
     )
     command.add_argument("--prompt-length", type=int, default=64, help="tokens in each prompt")
-    command.add_argument("--new-tokens", type=int, default=64, help="tokens to generate")
+    command.add_argument("--new-tokens", type=int, default=64, help="tokens to generate for each")
     command.add_argument("--batch", type=int, default=1, help="prompts side by side")
+    command.add_argument(
+        "--mixed",
+        action="store_true",
+        help="in a batch: prompts and answers of different lengths, the shortest an eighth of these",
+    )
     command.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="float32")
     command.add_argument("--threads", type=int, help="default: as many as PyTorch takes")
     command.add_argument("--repeat", type=int, default=5, help="runs, of which the medians count")
@@ -162,46 +167,13 @@ def bench(options) -> None:
     # On Linux PyTorch then asks for huge pages, which weights like: they are read from end to end
     # for every token. It looks once, when it first takes memory, so this comes before the import.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
-    from . import bench
+    from .bench import Job, measure
+    from .bench_report import bench_table, check_plot, draw, summarize
 
-    job = bench.Job(**{name: getattr(options, name) for name in bench.Job.__dataclass_fields__})
+    job = Job(**{name: getattr(options, name) for name in Job.__dataclass_fields__})
     if options.plot:
-        bench.check_plot(options.plot)
-    report = bench.bench(job)
+        check_plot(options.plot)
+    report = summarize(job, **measure(job))
     if options.plot:
-        bench.draw(report, options.plot)
+        draw(report, options.plot)
     print(json.dumps(report, indent=2) if options.json else bench_table(report))
-
-
-def bench_table(report: dict) -> str:
-    """The report of `bench` for people."""
-    job, where = report["job"], report["machine"]
-    lines = [
-        f"{job['model']}: {job['batch']} x {job['prompt_length']} tokens + {job['new_tokens']} new, "
-        f"{job['dtype']}, {job['threads']} threads, seed {report['seed']}, medians of {job['repeat']} runs",
-        f"{where['cpu']}, {where['cores']} cores; "
-        + ", ".join(f"{name} {number}" for name, number in where["versions"].items()),
-        "",
-    ]
-    cells = [["", "first token", "prefill", "decode step", "decode", "peak memory*"]]
-    for name, row in report["engines"].items():
-        first, prefill, step, decode, _, peak = row.values()
-        cells += [[name, f"{first * 1e3:.2f} ms", f"{prefill:.0f} tok/s", f"{step * 1e3:.2f} ms"]]
-        cells[-1] += [f"{decode:.1f} tok/s"]
-        cells[-1] += ["not measured" if peak is None else f"{peak / 1e6:.0f} MB"]
-    lines += [f"{row[0]:<18}" + "".join(f"{cell:>14}" for cell in row[1:]) for row in cells]
-    lines += ["* of a process of its own, beyond Python with torch", ""]
-    ratios = report["ratios"]
-    if uncached := ratios.get("minillm, no cache"):
-        lines.append(f"whole generation, cached : not cached = 1 : {uncached['total']:.2f}")
-    if theirs := ratios.get("transformers"):
-        first, step, equal = theirs["first_token"], theirs["decode_step"], report["equal_ids"]
-        lines += [
-            f"transformers : minillm = {first:.2f} : 1 to the first token, {step:.2f} : 1 per step",
-            f"greedy new ids equal to transformers': {equal['equal']} of {equal['of']}",
-        ]
-    ceiling, size = report["ceiling_bytes_per_s"] / 1e9, report["bytes_per_step"] / 1e6
-    lines.append(f"memory ceiling {ceiling:.1f} GB/s, a decode step reads {size:.1f} MB")
-    if share := report["share_of_ceiling"]:
-        lines[-1] += f": {share:.0%} of the ceiling"
-    return "\n".join(lines)

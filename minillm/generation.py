@@ -159,6 +159,12 @@ class Request:
         """The prompt's ids and the new ones."""
         return self.prompt_ids + self.token_ids
 
+    @property
+    def max_length(self) -> int:
+        """The most tokens that prompt and answer can have together."""
+        budget = len(self.prompt_ids) + self.params.max_new_tokens
+        return min(budget, self.context)
+
     def accept(self, logits_row: torch.Tensor) -> int:
         """Choose the next token from logits `[V]`, append it, return its id.
 

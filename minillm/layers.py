@@ -62,11 +62,9 @@ def check_attention_inputs(q, k, mask):
             f"the attention mask must be bool, True where a query may look at a key, "
             f"but it holds {mask.dtype}"
         )
-    scores = [*q.shape[:-1], k.shape[-2]]  # [B, H, T, S]
+    *_, T, S = scores = [*q.shape[:-1], k.shape[-2]]  # [B, H, T, S]
     sizes = zip(mask.shape[::-1], scores[::-1], strict=False)
-    fits = all(size in (1, wanted) for size, wanted in sizes)
-    if mask.dim() > len(scores) or not fits:
-        T, S = scores[-2:]
+    if mask.dim() > 4 or not all(size in (1, wanted) for size, wanted in sizes):
         raise ValueError(
             f"the attention mask has shape {list(mask.shape)}, but the scores have "
             f"shape {scores}: build it with causal_mask({T}, {S - T}, padding_mask)"
@@ -154,19 +152,27 @@ def row_groups(rows, cores):
     return next((n for n in range(cores, 65) if rows % n == 0), 1)
 
 
+def onednn_takes(x, W):
+    """Whether oneDNN's kernel for x Wᵀ is there, and worth its setting up."""
+    fits = x.device.type == "cpu" and x.dtype == torch.float32 and W.numel() >= 2**16
+    return fits and torch.backends.mkldnn.is_available()
+
+
 # %% ../notebooks/03_embedding_and_block.ipynb #linear-class
 class Linear(nn.Linear):
-    """x Wᵀ + b, [..., in] -> [..., out]; for one row alone, all cores fetch W."""
+    """x Wᵀ + b, [..., in] -> [..., out], by the kernel that suits the rows of x."""
 
     def forward(self, x):
-        n = row_groups(self.out_features, torch.get_num_threads())
-        if n == 1 or x.is_cuda or x.numel() != self.in_features:
-            return super().forward(x)
-        W = self.weight.reshape(n, -1, self.in_features)  # [out, in] -> [n, out/n, in]
-        column = x.reshape(1, -1).t().expand(n, -1, 1)  # [1, in] -> [n, in, 1]
-        b = W.new_zeros(1, 1, 1) if self.bias is None else self.bias.view(n, -1, 1)
-        y = torch.baddbmm(b, W, column)  # b + [n, out/n, in] @ [n, in, 1] = [n, out/n, 1]
-        return y.view(*x.shape[:-1], -1)  # -> [..., out]
+        W, n = self.weight, row_groups(self.out_features, torch.get_num_threads())
+        if x.device.type == "cpu" and x.numel() == self.in_features and n > 1:
+            W = W.reshape(n, -1, self.in_features)  # [out, in] -> [n, out/n, in]
+            column = x.reshape(1, -1).t().expand(n, -1, 1)  # [1, in] -> [n, in, 1]
+            b = W.new_zeros(1, 1, 1) if self.bias is None else self.bias.view(n, -1, 1)
+            y = torch.baddbmm(b, W, column)  # [n, out/n, in] @ [n, in, 1] -> [n, out/n, 1]
+            return y.view(*x.shape[:-1], -1)  # -> [..., out]
+        if onednn_takes(x, W) and not torch.is_grad_enabled():
+            return torch.ops.mkldnn._linear_pointwise(x, W, self.bias, "none", [], "")
+        return super().forward(x)
 
 
 # %% ../notebooks/03_embedding_and_block.ipynb #attention-class-code
@@ -252,15 +258,11 @@ class Block(nn.Module):
 # %% ../notebooks/03_embedding_and_block.ipynb #check-padding-mask
 def check_padding_mask(padding_mask, total_length):
     """Refuse, with a ValueError, a padding mask that is not bool [B, past + T]."""
-    if padding_mask.dtype != torch.bool:
+    dtype, shape = padding_mask.dtype, list(padding_mask.shape)
+    if dtype != torch.bool or len(shape) != 2 or shape[1] != total_length:
         raise ValueError(
-            f"padding_mask must be bool [B, past + T], True = real token, but it holds "
-            f"{padding_mask.dtype}: turn a mask of 0 and 1 into bool with .bool()"
-        )
-    if padding_mask.dim() != 2 or padding_mask.shape[1] != total_length:
-        raise ValueError(
-            f"padding_mask must be bool [B, past + T] with past + T = {total_length} "
-            f"columns, but its shape is {list(padding_mask.shape)}"
+            f"padding_mask must be bool [B, past + T], True = real token, with past + T = "
+            f"{total_length} columns, got {dtype} {shape}: .bool() converts 0 and 1"
         )
 
 
@@ -268,29 +270,27 @@ def check_padding_mask(padding_mask, total_length):
 def causal_mask(new_length, past_length=0, padding_mask=None):
     """Who may look at whom: bool, True where a query may look at a key.
 
-    Query i of this call sees the keys <= past + i of its own row that are not padding
-    (Vaswani et al. 2017, section 3.2.3), and itself, so that no softmax is 0 / 0.
-    `padding_mask` is bool [B, past + T], True = real. Returns [1, 1, T, past + T], or
-    [B, 1, T, past + T] with one. Raises ValueError for a mask of another shape or dtype.
+    Query i sees the keys <= past + i of its row that are not padding (Vaswani et al.
+    2017, section 3.2.3), and itself, so that no softmax is 0 / 0. `padding_mask`: bool
+    [B, past + T], True = real, or ValueError. Returns [1 or B, 1, T, past + T].
     """
-    queries = past_length + torch.arange(new_length)  # [T], places in the row
-    keys = torch.arange(past_length + new_length)  # [past + T]
+    device = None if padding_mask is None else padding_mask.device
+    keys = torch.arange(past_length + new_length, device=device)  # [past + T]
+    queries = keys[past_length:]  # [T], places in the row
     mask = keys[None, :] <= queries[:, None]  # [T, past + T]
     if padding_mask is None:
         return mask[None, None]  # [T, past + T] -> [1, 1, T, past + T]
     check_padding_mask(padding_mask, past_length + new_length)
     real = padding_mask[:, None, None, :]  # [B, past + T] -> [B, 1, 1, past + T]
-    itself = keys[None, :] == queries[:, None]  # [T, past + T]
-    return (mask & real) | itself  # [B, 1, T, past + T]
+    return (mask & real) | (keys == queries[:, None])  # [B, 1, T, past + T]
 
 
 # %% ../notebooks/03_embedding_and_block.ipynb #position-ids
 def position_ids(new_length, past_length=0, padding_mask=None):
     """The place of each new token among the real tokens of its own row, from 0.
 
-    Returns [1, T], or [B, T] where `padding_mask` (bool [B, past + T], True = real) is
-    given: the cumulative sum of the mask - 1, its last T columns, and 0 for leading
-    padding. Raises ValueError for a mask of another shape or dtype.
+    The cumulative sum of the mask - 1, its last T columns; 0 for leading padding.
+    `padding_mask`: bool [B, past + T], True = real, or ValueError. Returns [1 or B, T].
     """
     if padding_mask is None:
         return torch.arange(past_length, past_length + new_length)[None]  # [1, T]

@@ -9,9 +9,10 @@ import pytest
 import torch
 from transformers import GPT2LMHeadModel
 
-from minillm import bench
+from minillm import bench, bench_report
 from minillm.bench import OURS, THEIRS, UNCACHED, Job
-from minillm.cli import bench_table, main
+from minillm.bench_report import bench_table
+from minillm.cli import main
 from minillm.gpt2 import GPT2, GPT2Config
 
 
@@ -73,7 +74,9 @@ RUNS = {  # start, first token, then the steps; the medians are no means
 
 def summary(batch=1, ceilings=(30.0, 50.0, 1000.0), step_bytes=40, memory=7_000_000, runs=RUNS):
     job = Job(prompt_length=6, new_tokens=4, batch=batch, against="transformers", no_cache=True)
-    return bench.summarize(job, runs, list(ceilings), step_bytes, dict.fromkeys(runs, memory))
+    return bench_report.summarize(
+        job, runs, list(ceilings), step_bytes, dict.fromkeys(runs, memory)
+    )
 
 
 def test_medians_ratios_and_share_from_given_times():
@@ -87,7 +90,7 @@ def test_medians_ratios_and_share_from_given_times():
         "peak_memory_bytes": 7_000_000,
     }
     assert report["ratios"] == {
-        THEIRS: {"first_token": 2, "decode_step": 2},
+        THEIRS: {"first_token": 2, "decode_step": 2, "total": 33.5 / 8},
         UNCACHED: {"total": 4},
     }
     assert report["ceiling_bytes_per_s"] == 50 and report["share_of_ceiling"] == 40 / 50
@@ -109,14 +112,74 @@ def test_more_than_the_ceiling_is_refused():
 
 def test_the_table_says_it_all():
     text = bench_table(summary())
-    assert "transformers : minillm = 2.00 : 1 to the first token, 2.00 : 1 per step" in text
+    ratios = "2.00 : 1 to the first token, 2.00 : 1 per step, 4.19 : 1 in total"
+    assert f"transformers : minillm = {ratios}" in text
+    assert text.startswith("fairytale: 1 x 6 tokens + 4 new, float32, ")
     assert "cached : not cached = 1 : 4.00" in text and ": 80% of the ceiling" in text
     assert "equal to transformers': 3 of 4" in text and "seed 0" in text
     for name in ("torch", "transformers", "minillm"):
-        assert f"{name} {bench.machine(Job(against=THEIRS))['versions'][name]}" in text
+        assert f"{name} {bench_report.machine(Job(against=THEIRS))['versions'][name]}" in text
     row = next(line for line in text.splitlines() if line.startswith("transformers  "))
-    assert row.split() == "transformers 6000.00 ms 1 tok/s 2000.00 ms 0.5 tok/s 7 MB".split()
+    assert (
+        row.split()
+        == "transformers 6000.00 ms 1 tok/s 2000.00 ms 0.5 tok/s 33500.0 ms 7 MB".split()
+    )
     assert bench_table(summary(memory=None)).count("not measured") == 3
+
+
+def test_mixed_lengths_by_hand():
+    """From an eighth to the whole; the prompts in order, the answers by every other one."""
+    job = Job(prompt_length=64, new_tokens=32, batch=8, mixed=True)
+    prompts, new = [8, 16, 24, 32, 40, 48, 56, 64], [8, 16, 24, 32, 4, 12, 20, 28]
+    assert job.row_lengths() == list(zip(prompts, new, strict=True))
+    few = Job(prompt_length=7, new_tokens=9, batch=2, mixed=True)
+    assert few.row_lengths() == [(1, 9), (7, 2)]
+    assert dataclasses.replace(few, batch=3).row_lengths() == [(1, 5), (4, 2), (7, 9)]
+    assert dataclasses.replace(few, mixed=False).row_lengths() == [(7, 9)] * 2
+
+
+MIXED_RUNS = {  # a prompt of 1 token with 4 new ones, and one of 8 with 2
+    OURS: [
+        ([0, 2, 3, 5, 8], [[1, 2, 3, 4], [5, 6]]),
+        ([10, 14, 15, 16, 20], [[1, 2, 3, 4], [5, 6]]),
+    ],
+    UNCACHED: [([0, 9, 18, 27, 36], [[1, 2, 3, 4], [5, 6]])],
+    THEIRS: [([0, 4, 10, 14, 18], [[1, 2, 3, 4], [5, 9]])],
+}
+
+
+def mixed_summary():
+    fields = {"prompt_length": 8, "new_tokens": 4, "batch": 2, "mixed": True}
+    job = Job(**fields, against="transformers", no_cache=True)
+    memory = dict.fromkeys(MIXED_RUNS, 7_000_000)
+    return bench_report.summarize(job, MIXED_RUNS, [50.0], None, memory)
+
+
+def test_mixed_rows_count_their_own_tokens_and_compare_in_total_only():
+    report = mixed_summary()
+    assert report["engines"][OURS] == {
+        "first_token_s": 3,
+        "prefill_tokens_per_s": (1 + 8) / 3,
+        "decode_step_s": None,
+        "decode_tokens_per_s": (3 + 1) / 6,  # after the first token of each row
+        "total_s": 9,
+        "peak_memory_bytes": 7_000_000,
+    }
+    assert report["ratios"] == {THEIRS: {"total": 2}, UNCACHED: {"total": 4}}
+    assert report["equal_ids"] == {"equal": 5, "of": 6}
+    assert report["bytes_per_step"] is None and report["share_of_ceiling"] is None
+    assert report.keys() == summary().keys()
+
+
+def test_the_table_of_mixed_rows_says_what_its_numbers_are():
+    text = bench_table(mixed_summary())
+    assert text.startswith("fairytale: 2 x 1 to 8 tokens + 2 to 4 new, float32, ")
+    assert "transformers : minillm = 2.00 : 1 in total\n" in text
+    assert "cached : not cached = 1 : 4.00" in text and "equal to transformers': 5 of 6" in text
+    assert "decode is all of them after the first, by the time after the first" in text
+    assert "step" not in text and "step" in bench_table(summary(batch=2))
+    row = next(line for line in text.splitlines() if line.startswith("transformers  "))
+    assert row.split() == "transformers 4000.00 ms 2 tok/s 0.3 tok/s 18000.0 ms 7 MB".split()
 
 
 # ---- measuring
@@ -147,37 +210,86 @@ def test_the_ceiling_is_the_better_of_two(monkeypatch):
     assert bench.measure_ceiling([torch.ones(3, 5)] * 2) == 2 * 3 * 5 * 4 / 2
 
 
-@pytest.mark.parametrize("batch", [1, 2])
-def test_every_engine_generates_what_transformers_does(save_reference, batch):
+def alone(reference, lengths) -> list[list[int]]:
+    """What transformers makes of each seeded prompt by itself: its new ids."""
+    generator, V = torch.Generator().manual_seed(bench.SEED), reference.config.vocab_size
+    rows = []
+    for T, new in lengths:
+        prompt = torch.randint(V, (1, T), generator=generator)
+        options = {"max_new_tokens": new, "do_sample": False, "pad_token_id": 0}
+        out = reference.generate(prompt, **options, attention_mask=torch.ones_like(prompt))
+        rows.append(out[0, T:].tolist())
+    return rows
+
+
+MIXED = [(1, 5), (4, 2), (7, 9)]  # three rows of Job(prompt_length=7, new_tokens=9, mixed=True)
+
+
+@pytest.mark.parametrize("lengths", [[(7, 9)], [(7, 9)] * 2, MIXED], ids=["one", "two", "mixed"])
+def test_every_engine_generates_what_transformers_does(save_reference, lengths):
     """Row by row and alone, with and without a cache; an end id in the vocabulary ends nothing."""
     reference, folder = save_reference()
-    T, new = 7, 9
-    prompts = torch.randint(97, (batch, T), generator=torch.Generator().manual_seed(bench.SEED))
-    expected = [
-        reference.generate(row[None], max_new_tokens=new, do_sample=False, pad_token_id=0)[0, T:]
-        for row in prompts
-    ]
-    expected = [row.tolist() for row in expected]
+    expected = alone(reference, lengths)
     fields = json.loads((folder / "config.json").read_text()) | {"eos_token_id": expected[0][2]}
     (folder / "config.json").write_text(json.dumps(fields))
     for path in folder.glob("generation_config.json"):
         path.unlink()
-    job = Job(prompt_length=T, new_tokens=new, batch=batch)
+    job = Job(prompt_length=7, new_tokens=9, batch=len(lengths), mixed=lengths == MIXED)
     for name in (OURS, UNCACHED, THEIRS):
         marks, token_ids = bench.run_once(name, bench.load(name, job, folder), job)
         assert token_ids == expected, name
-        assert len(marks) == 1 + new and marks == sorted(marks), name
+        assert len(marks) == 1 + 9 and marks == sorted(marks), name
 
 
-def test_a_cache_is_used_unless_it_is_refused(monkeypatch, save_reference):
+def test_mixed_rows_of_fairytale_are_those_that_transformers_makes_alone():
+    job = Job(prompt_length=24, new_tokens=16, batch=5, mixed=True)
+    folder = bench.resolve(job.model)
+    models = {name: bench.load(name, job, folder) for name in (OURS, THEIRS)}
+    models[THEIRS].generation_config.eos_token_id = None
+    expected = alone(models[THEIRS], job.row_lengths())
+    assert len({len(row) for row in expected}) == 5 and len(set(sum(expected, []))) > 20
+    for name, model in models.items():
+        assert bench.run_once(name, model, job)[1] == expected, name
+
+
+@pytest.mark.parametrize("mixed", [True, False])
+def test_transformers_gets_one_padded_batch_and_stops_each_row_where_told(mixed, save_reference):
+    """Left padding, hidden; a row that is done is padded while the others run to the longest."""
+    _, folder = save_reference()
+    job = Job(prompt_length=7, new_tokens=9, batch=3, mixed=mixed)
+    model, calls = bench.load(THEIRS, job, folder), []
+    original = model.generate
+
+    def generate(token_ids, **options):
+        calls.append((options, original(token_ids, **options)))
+        return calls[-1][1]
+
+    model.generate = generate
+    _, new_ids = bench.run_once(THEIRS, model, job)
+    ((options, out),) = calls
+    lengths = MIXED if mixed else [(7, 9)] * 3
+    assert options["attention_mask"].tolist() == [[0] * (7 - T) + [1] * T for T, _ in lengths]
+    assert out.shape == (3, 7 + 9) and [len(row) for row in new_ids] == [n for _, n in lengths]
+    assert out[:, 7:].tolist() == [row + [0] * (9 - len(row)) for row in new_ids]
+    assert ("stopping_criteria" in options) == mixed  # equal rows need none, and pay for none
+
+
+def test_a_cache_is_used_unless_it_is_refused_and_rows_leave(save_reference):
     _, folder = save_reference()
     job = Job(prompt_length=7, new_tokens=3, batch=2)
+    mixed = Job(prompt_length=7, new_tokens=9, batch=3, mixed=True)
     model = bench.load(OURS, job, folder)
     seen, original = [], model.hidden_states
     model.hidden_states = lambda ids, **more: seen.append(list(ids.shape)) or original(ids, **more)
     bench.run_once(OURS, model, job)
     bench.run_once(UNCACHED, model, job)
     assert seen == [[2, 7], [2, 1], [2, 1], [2, 7], [2, 8], [2, 9]]
+    seen.clear()
+    bench.run_once(OURS, model, mixed)  # rows leave after 2, 5 and 9 tokens
+    assert seen == [[3, 7], [3, 1]] + [[2, 1]] * 3 + [[1, 1]] * 4
+    seen.clear()
+    bench.run_once(UNCACHED, model, mixed)
+    assert seen == [[3, 7], [3, 8], [2, 9], [2, 10], [2, 11], [1, 12], [1, 13], [1, 14], [1, 15]]
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -237,6 +349,14 @@ def test_json_with_everything(quick, capsys, save_reference):
     assert report["bytes_per_step"] == 4 * (2 * (12 * 32**2 + 13 * 32) + 64 + 97 * 32) + kept
 
 
+def test_json_of_mixed_rows(quick, capsys):
+    report = report_of(capsys, "--batch", 3, "--mixed", "--against", "transformers")
+    assert report["job"]["mixed"] is True and list(report["engines"]) == [OURS, THEIRS]
+    assert report["equal_ids"] == {"equal": 5 + 2 + 9, "of": 5 + 2 + 9}
+    assert list(report["ratios"][THEIRS]) == ["total"]
+    assert report["bytes_per_step"] is None  # no two steps are alike
+
+
 def test_alone_it_needs_no_transformers(quick, capsys, monkeypatch):
     monkeypatch.setattr(bench, "find_spec", lambda name: None)
     report = report_of(capsys, "--model", "fairytale")
@@ -262,7 +382,7 @@ def test_plot_draws_a_figure(quick, capsys, tmp_path):
     report_of(capsys, "--plot", path)
     assert path.read_bytes().startswith(b"\x89PNG")
     report = summary(memory=None)
-    bench.draw(report, str(tmp_path / "bench.svg"))
+    bench_report.draw(report, str(tmp_path / "bench.svg"))
     assert "<!-- no cache -->" in (tmp_path / "bench.svg").read_text()  # beside the outlines
 
 
@@ -278,6 +398,13 @@ BAD = [
     (["--new-tokens", "-3"], "--new-tokens is -3, expected >= 2"),
     (["--new-tokens", "1"], "--new-tokens is 1, expected >= 2"),
     (["--batch", "0"], "--batch is 0, expected >= 1"),
+    (["--mixed"], "--mixed with --batch 1 has nothing to mix: it needs at least 2 rows"),
+    (["--mixed", "--batch", "-2"], "--batch is -2, expected >= 1"),
+    (["--mixed", "--batch", "2", "--new-tokens", "1"], "--new-tokens is 1, expected >= 2"),
+    (
+        ["--mixed", "--batch", "2", "--new-tokens", "449"],
+        "--prompt-length 64 and --new-tokens 449 ",
+    ),
     (["--threads", "0"], "--threads is 0, expected >= 1"),
     (["--repeat", "0"], "--repeat is 0, expected >= 1"),
     (["--prompt-length", "500", "--new-tokens", "13"], "--prompt-length 500 and --new-tokens 13 "),
@@ -312,7 +439,8 @@ def test_unknown_choices_end_at_the_parser(arguments, capsys):
     [(["--against", "transformers"], "transformers"), (["--plot", "x.png"], "matplotlib")],
 )
 def test_what_is_missing_is_named_with_its_cure(arguments, name, capsys, monkeypatch):
-    monkeypatch.setattr(bench, "find_spec", lambda name: None)
+    for module in (bench, bench_report):
+        monkeypatch.setattr(module, "find_spec", lambda name: None)
     assert main(["bench", *arguments]) == 2
     err = capsys.readouterr().err
     assert f"needs {name}, which is not installed: pip install 'minillm[lab]'" in err

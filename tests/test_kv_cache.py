@@ -645,11 +645,13 @@ def test_the_engine_feeds_the_prompt_once_and_then_one_token_a_step(watched_llm,
     assert fed == [length] + [1] * (steps - 1)
 
 
-def test_each_prompt_of_a_list_has_a_cache_of_its_own(watched_llm):
+def test_a_list_of_prompts_shares_one_cache_and_each_is_fed_once(watched_llm):
+    """A column for each token of the longest prompt, and then one token of each row a step."""
     llm, fed = watched_llm
     prompts = ["Once upon a time", "The wolf", "Once upon a time"]
     done = llm.generate(prompts, max_new_tokens=15)
-    assert len(fed) == 45 and sum(fed) == sum(len(out.prompt_token_ids) for out in done) + 3 * 14
+    longest = max(len(out.prompt_token_ids) for out in done)
+    assert fed == [3 * longest] + [3] * 14
     for prompt, out in zip(prompts, done, strict=True):
         request = llm.request(prompt, max_new_tokens=15)
         assert list(generate(llm.model, request)) == out.token_ids and out.text == request.text

@@ -565,3 +565,70 @@ def test_a_picture_carries_its_tokens_and_numbers():
 def test_the_engine_runs_without_matplotlib():
     code = "import sys; import minillm.layers, minillm.plots; sys.exit('matplotlib' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+# ---- Linear: three kernels, one formula
+
+
+def kernels_used(monkeypatch, linear, x) -> list[str]:
+    """Which of PyTorch's products a forward calls."""
+    used, plain = [], torch.nn.functional.linear
+    onednn, grouped = torch.ops.mkldnn._linear_pointwise, torch.baddbmm
+    monkeypatch.setattr("torch.nn.functional.linear", lambda *a: used.append("plain") or plain(*a))
+    monkeypatch.setattr("torch.baddbmm", lambda *a: used.append("groups") or grouped(*a))
+    monkeypatch.setattr(
+        torch.ops.mkldnn, "_linear_pointwise", lambda *a: used.append("onednn") or onednn(*a)
+    )
+    linear(x)
+    monkeypatch.undo()
+    return used
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("rows", [1, 2, 3, 8, 17, 100])
+@pytest.mark.parametrize("sizes", [(256, 768), (768, 257), (300, 250), (8, 24)])
+def test_linear_is_the_formula_for_any_number_of_rows(sizes, rows, bias):
+    generator = torch.Generator().manual_seed(rows)
+    linear = layers.Linear(*sizes, bias=bias)
+    x = torch.randn(rows, 2, sizes[0], generator=generator)
+    for given in (x, x[:, :1], x.transpose(0, 1), x[:1, :1], x[:, 0]):  # also with other strides
+        expected = given.double() @ linear.weight.double().T
+        expected = expected + linear.bias.double() if bias else expected
+        out = linear(given)  # without gradients
+        assert out.shape == expected.shape and out.dtype == torch.float32
+        assert (out - expected).abs().max() <= 1e-5 * expected.abs().max()
+        with torch.enable_grad():
+            again = linear(given)
+        assert (again - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="a PyTorch without oneDNN")
+def test_linear_takes_the_kernel_that_suits_the_rows(monkeypatch):
+    torch.set_num_threads(2)  # one alone has nothing to share out; the fixture puts it back
+    big, small = layers.Linear(256, 256), layers.Linear(16, 16)
+    with torch.inference_mode():
+        assert kernels_used(monkeypatch, big, torch.ones(1, 1, 256)) == ["groups"]
+        assert kernels_used(monkeypatch, big, torch.ones(1, 5, 256)) == ["onednn"]
+        assert kernels_used(monkeypatch, small, torch.ones(1, 5, 16)) == ["plain"]
+        half = layers.Linear(256, 256).bfloat16()
+        assert kernels_used(monkeypatch, half, torch.ones(1, 5, 256).bfloat16()) == ["plain"]
+    with torch.enable_grad():  # it can learn
+        assert kernels_used(monkeypatch, big, torch.ones(1, 5, 256)) == ["plain"]
+    monkeypatch.setattr("torch.backends.mkldnn.is_available", lambda: False)
+    with torch.inference_mode():
+        assert big(torch.ones(1, 5, 256)).isfinite().all()
+
+
+def test_linear_learns_with_several_rows_and_with_one():
+    for rows in (1, 5):
+        linear = layers.Linear(256, 256)
+        with torch.enable_grad():
+            linear(torch.ones(rows, 256)).sum().backward()
+        assert torch.equal(linear.weight.grad, torch.full((256, 256), float(rows)))
+
+
+def test_a_padding_mask_may_lie_on_another_device():
+    """`meta` stands for a GPU here: a mask made on the CPU would not meet it."""
+    mask = torch.ones(2, 5, dtype=torch.bool, device="meta")
+    assert layers.causal_mask(3, 2, mask).device.type == "meta"
+    assert layers.position_ids(3, 2, mask).device.type == "meta"

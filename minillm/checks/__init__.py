@@ -1,6 +1,6 @@
 """The checks of the exercises: `checks.my_layer_norm(my_layer_norm)` prints one line that knows your mistake."""
 
-from . import chapter02, chapter03, chapter04, chapter05, chapter06
+from . import chapter02, chapter03, chapter04, chapter05, chapter06, chapter07
 from .exercise import Exercise, Mistake
 
 EXERCISES: dict[str, Exercise] = {
@@ -9,6 +9,7 @@ EXERCISES: dict[str, Exercise] = {
     **chapter04.EXERCISES,
     **chapter05.EXERCISES,
     **chapter06.EXERCISES,
+    **chapter07.EXERCISES,
 }
 globals().update(EXERCISES)
 

@@ -1,0 +1,182 @@
+"""The report of `minillm bench`: medians, ratios, the table for people, and a figure."""
+
+import os
+import platform
+import re
+from dataclasses import asdict
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from statistics import median
+
+from . import __version__
+from .bench import LAB, OURS, SEED, THEIRS, UNCACHED, Job
+
+
+def summarize(job: Job, runs: dict, ceilings: list[float], step_bytes, memory: dict) -> dict:
+    """The report, of medians; ValueError when decode seems to read faster than the memory can."""
+    ceiling, share, engines = median(ceilings), None, {}
+    for name, given in runs.items():
+        engines[name] = figures(job, [marks for marks, _ in given])
+        engines[name]["peak_memory_bytes"] = memory[name]
+    if job.batch == 1:
+        share = step_bytes / engines[OURS]["decode_step_s"] / ceiling
+        if share > 1:
+            raise ValueError(
+                f"decode reaches {share:.1%} of this machine's memory ceiling, and more than 100% "
+                f"cannot be: the ceiling was measured wrongly, perhaps beside other work; try again"
+            )
+    report = {"job": asdict(job), "seed": SEED, "machine": machine(job), "engines": engines}
+    report |= {"ratios": ratios(job, engines), "bytes_per_step": step_bytes}
+    report |= {"share_of_ceiling": share, "ceiling_bytes_per_s": ceiling}
+    if THEIRS in runs:
+        report["equal_ids"] = equal_ids(*(runs[name][-1][1] for name in (OURS, THEIRS)))
+    return report
+
+
+def figures(job: Job, marks: list[list[float]]) -> dict:
+    """One engine's medians, from each run's time stamps; padding is no token of a row."""
+    lengths, new = zip(*job.row_lengths(), strict=True)
+    first = median(m[1] - m[0] for m in marks)
+    if job.mixed:  # rows leave on the way: no step is like another
+        step, decode = None, (sum(new) - job.batch) / median(m[-1] - m[1] for m in marks)
+    else:
+        step = median(b - a for m in marks for a, b in zip(m[1:], m[2:], strict=False))
+        decode = job.batch / step
+    return {
+        "first_token_s": first,
+        "prefill_tokens_per_s": sum(lengths) / first,
+        "decode_step_s": step,
+        "decode_tokens_per_s": decode,
+        "total_s": median(m[-1] - m[0] for m in marks),
+    }
+
+
+def ratios(job: Job, engines: dict) -> dict:
+    """For each other engine, how many times our time it takes, where the two can be compared."""
+    compared, ours = {UNCACHED: ["total"], THEIRS: ["total"]}, engines[OURS]
+    if not job.mixed:  # mixed: other rows in the same step, other times
+        compared[THEIRS] = ["first_token", "decode_step", "total"]
+    return {
+        name: {key: row[f"{key}_s"] / ours[f"{key}_s"] for key in compared[name]}
+        for name, row in engines.items()
+        if name != OURS
+    }
+
+
+def equal_ids(ours: list[list[int]], theirs: list[list[int]]) -> dict:
+    """How many new ids agree, place by place in each row."""
+    rows = zip(ours, theirs, strict=True)
+    same = [a == b for row in rows for a, b in zip(*row, strict=True)]
+    return {"equal": sum(same), "of": len(same)}
+
+
+def machine(job: Job) -> dict:
+    """Where the numbers come from: processor, cores and versions."""
+    info = Path("/proc/cpuinfo")
+    found = re.search(r"^model name\s*: (.+)", info.read_text() if info.exists() else "", re.M)
+    cpu = found[1] if found else platform.processor() or platform.machine()
+    used = ["torch"] + [THEIRS] * bool(job.against)
+    versions = {name: version(name) for name in used} | {"minillm": __version__}
+    return {"cpu": cpu, "cores": os.cpu_count(), "versions": versions}
+
+
+def check_plot(path: str) -> None:
+    """ValueError or OSError, before anything is measured, where no figure can be written."""
+    if find_spec("matplotlib") is None:
+        raise ValueError(f"--plot needs matplotlib, {LAB}")
+    from matplotlib.figure import Figure
+
+    known = Figure().canvas.get_supported_filetypes()
+    if Path(path).suffix[1:].lower() not in known:
+        raise ValueError(f"--plot is {path!r}, expected a name that ends in .{', .'.join(known)}")
+    open(path, "ab").close()
+
+
+def draw(report: dict, path: str) -> None:
+    """A figure of the table: a panel for each measure, a bar for each engine."""
+    from matplotlib.figure import Figure
+
+    panels = {
+        "time to first token (ms)": ("first_token_s", 1e3),
+        "decode (tokens/s)": ("decode_tokens_per_s", 1),
+        "peak memory (MB)": ("peak_memory_bytes", 1e-6),
+    }
+    figure = Figure(figsize=(11, 2.6), layout="constrained")
+    for ax, (title, (key, unit)) in zip(figure.subplots(1, 3), panels.items(), strict=True):
+        values = [(row[key] or 0) * unit for row in report["engines"].values()]
+        names = [name.replace(", ", ",\n") for name in report["engines"]]
+        ax.bar_label(ax.bar(names, values, color="#3b7dd8"), fmt="%.4g")
+        ax.set(title=title, ymargin=0.2)
+    figure.savefig(path, dpi=130)
+
+
+def bench_table(report: dict) -> str:
+    """The report of `bench` for people."""
+    job = Job(**report["job"])
+    cells = [["", "first token", "prefill", "decode step", "decode", "total", "peak memory*"]]
+    cells += [engine_cells(name, row) for name, row in report["engines"].items()]
+    if job.mixed:
+        cells = [row[:3] + row[4:] for row in cells]  # no two steps are alike
+    lines = [*heading(job, report), ""]
+    lines += [f"{row[0]:<18}" + "".join(f"{cell:>13}" for cell in row[1:]) for row in cells]
+    lines += ["* of a process of its own, beyond Python with torch"]
+    if job.mixed:
+        lines += [
+            "prefill and decode count each row's own tokens, no padding and none after its end;"
+        ]
+        lines += ["decode is all of them after the first, by the time after the first"]
+    return "\n".join([*lines, "", *comparison(report), ceiling_line(report)])
+
+
+def heading(job: Job, report: dict) -> list[str]:
+    """What was measured, and where."""
+    where = report["machine"]
+    lengths, new = zip(*job.row_lengths(), strict=True)
+    versions = ", ".join(f"{name} {number}" for name, number in where["versions"].items())
+    mixed = f"{min(lengths)} to {max(lengths)} tokens + {min(new)} to {max(new)} new"
+    tokens = mixed if job.mixed else f"{job.prompt_length} tokens + {job.new_tokens} new"
+    return [
+        f"{job.model}: {job.batch} x {tokens}, {job.dtype}, {job.threads} threads, "
+        f"seed {report['seed']}, medians of {job.repeat} runs",
+        f"{where['cpu']}, {where['cores']} cores; {versions}",
+    ]
+
+
+def engine_cells(name: str, row: dict) -> list[str]:
+    """One engine's line."""
+    first, prefill, step, decode, total, peak = row.values()
+    return [
+        name,
+        f"{first * 1e3:.2f} ms",
+        f"{prefill:.0f} tok/s",
+        "" if step is None else f"{step * 1e3:.2f} ms",
+        f"{decode:.1f} tok/s",
+        f"{total * 1e3:.1f} ms",
+        "not measured" if peak is None else f"{peak / 1e6:.0f} MB",
+    ]
+
+
+def comparison(report: dict) -> list[str]:
+    """The ratios, and whether the tokens are the same."""
+    lines, ratios = [], report["ratios"]
+    if uncached := ratios.get(UNCACHED):
+        lines += [f"whole generation, cached : not cached = 1 : {uncached['total']:.2f}"]
+    if theirs := ratios.get(THEIRS):
+        words = {"first_token": "to the first token", "decode_step": "per step"}
+        words["total"] = "in total"
+        parts = [f"{ratio:.2f} : 1 {words[key]}" for key, ratio in theirs.items()]
+        lines += ["transformers : minillm = " + ", ".join(parts)]
+        equal = report["equal_ids"]
+        lines += [f"greedy new ids equal to transformers': {equal['equal']} of {equal['of']}"]
+    return lines
+
+
+def ceiling_line(report: dict) -> str:
+    """The memory's speed, and what decode makes of it."""
+    line = f"memory ceiling {report['ceiling_bytes_per_s'] / 1e9:.1f} GB/s"
+    if size := report["bytes_per_step"]:
+        line += f", a decode step reads {size / 1e6:.1f} MB"
+    if share := report["share_of_ceiling"]:
+        line += f": {share:.0%} of the ceiling"
+    return line

@@ -10,15 +10,16 @@ from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from time import perf_counter
+from unittest.mock import patch
 
 import torch
 from safetensors.torch import save_file
 
 from .batching import generate_batch, pad_left
+from .families import architecture
 from .generation import Request, generate
 from .gpt2 import CONV1D, GPT2, GPT2Config, checkpoint_names
 from .kv_cache import KVCache, cache_bytes
-from .llm import architecture
 from .sampling import SamplingParams
 from .weights import resolve
 
@@ -103,7 +104,7 @@ def measure(job: Job) -> dict:
     """What `summarize` needs; ValueError when the tokens do not fit the context."""
     torch.set_num_threads(job.threads)
     shape = job.model == "gpt2-shape"  # GPT-2 124M's, with random weights
-    context = (GPT2Config() if shape else architecture(resolve(job.model))[1]).n_positions
+    context = (GPT2Config() if shape else architecture(resolve(job.model))[1]).context_length
     if job.prompt_length + job.new_tokens > context:
         raise ValueError(
             f"--prompt-length {job.prompt_length} and --new-tokens {job.new_tokens} are too much "
@@ -161,7 +162,7 @@ def run_once(name: str, model, job: Job) -> tuple[list[float], list[list[int]]]:
     if name == THEIRS:
         return clock, run_theirs(model, prompts, new, clock)
     requests = [
-        Request(ids, SamplingParams(max_new_tokens=budget), context=model.config.n_positions)
+        Request(ids, SamplingParams(max_new_tokens=budget), context=model.config.context_length)
         for ids, budget in zip(prompts, new, strict=True)
     ]
     for _ in steps(name, model, requests):
@@ -207,7 +208,12 @@ def load(name: str, job: Job, folder: Path):
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+    where = {"pretrained_model_name_or_path": folder}
+    if folder.is_file():  # a GGUF file
+        where = {"pretrained_model_name_or_path": folder.parent, "gguf_file": folder.name}
+    # a progress bar that nothing else turns off
+    with patch("transformers.modeling_gguf_pytorch_utils.tqdm", lambda rows, **_: rows):
+        return AutoModelForCausalLM.from_pretrained(**where, dtype=dtype).eval()
 
 
 def write_random(config: GPT2Config, folder: Path) -> Path:

@@ -52,12 +52,14 @@ def to_bytes(token: str) -> bytes:
 
 
 # %% ../notebooks/02_tokenizer.ipynb #patterns
-# How text is cut into pieces before any merge: GPT-2's pattern, and the same after
-# every digit has become a piece of its own (SmolLM2).
+# How text is cut into pieces before any merge: GPT-2's pattern, the same after every
+# digit has become a piece of its own (SmolLM2), and Llama 3's.
 PATTERNS = {
     "gpt2": r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
     "digits": r"\p{N}|'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?[^\s\p{L}\p{N}]+"
     r"|\s+(?![^\s\p{N}])|\s+",
+    "llama3": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
 }
 
 
@@ -146,13 +148,13 @@ def tiktoken_core(byte_ids: dict, merges: dict, token_bytes: dict) -> tuple | No
     the same where each token has one merge, and its own bytes merge into it.
     """
     ids = [*byte_ids.values(), *(new_id for _, new_id in merges.values())]
+    if len(set(ids)) < len(ids):
+        return None
     for token_id in ids:
         start = [byte_ids.get(byte) for byte in token_bytes[token_id]]
         if merge_by_rank(start, merges) != [token_id]:
             return None
     ranks = {token_bytes[token_id]: rank for rank, token_id in enumerate(ids)}
-    if len(ranks) < len(ids):
-        return None
     # The pieces are cut already. The pattern takes each whole: no panic on long ones.
     pattern = r"[\s\S]+"
     core = tiktoken.Encoding("", pat_str=pattern, mergeable_ranks=ranks, special_tokens={})

@@ -1,9 +1,10 @@
-"""The command line: `minillm generate`, `minillm tokenize`, `minillm info`, `minillm bench`."""
+"""The command line: `minillm generate`, `chat`, `tokenize`, `info` and `bench`."""
 
 import argparse
 import json
 import os
 import sys
+import warnings
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -33,7 +34,7 @@ def parser() -> argparse.ArgumentParser:
     command = commands.add_parser("generate", help="continue a text")
     command.add_argument("prompt")
     command.add_argument(
-        "--model", "-m", default="fairytale", help="a name, a directory or a hub id"
+        "--model", "-m", default="fairytale", help="a name, a directory, a GGUF file or a hub id"
     )
     command.add_argument("--max-new-tokens", "-n", type=int, default=100)
     command.add_argument("--temperature", type=float, default=0.0, help="0 (default) is greedy")
@@ -56,6 +57,15 @@ def parser() -> argparse.ArgumentParser:
         help="print each piece as it comes, or the whole text at the end",
     )
     command.set_defaults(run=generate)
+
+    command = commands.add_parser("chat", help="talk with a model that was trained to answer")
+    command.add_argument("--model", "-m", default="smollm2", help="a name, a path or a hub id")
+    command.add_argument("--system", help="what the model is told before the first message")
+    command.add_argument("--max-new-tokens", "-n", type=int, default=400, help="for each answer")
+    command.add_argument("--temperature", type=float, default=0.0, help="0 (default) is greedy")
+    command.add_argument("--top-p", type=float, default=1.0, help="keep this much mass; 1: all")
+    command.add_argument("--seed", type=int, help="the same seed gives the same answers")
+    command.set_defaults(run=chat)
 
     command = commands.add_parser("tokenize", help="show the token ids and pieces of a text")
     command.add_argument("text")
@@ -111,15 +121,74 @@ def generate(options) -> None:
     print()
 
 
+def chat(options) -> None:
+    """Read messages and stream answers, until the input ends."""
+    from .llm import LLM
+    from .sampling import SamplingParams
+
+    names = ("max_new_tokens", "temperature", "top_p", "seed")
+    params = SamplingParams(**{name: getattr(options, name) for name in names})
+    llm, start = LLM(options.model), []
+    if options.system:
+        start = [{"role": "system", "content": options.system}]
+    llm.chat_ids([*start, {"role": "user", "content": "Hi"}], params)  # can it chat at all?
+    print("/reset forgets the conversation, Ctrl-C stops an answer, Ctrl-D ends", file=sys.stderr)
+    messages, told = list(start), []
+    while (text := ask()) is not None:
+        if text.strip() == "/reset":
+            messages, told = list(start), []
+        elif text.strip():
+            messages.append({"role": "user", "content": text})
+            answer(llm, params, messages, told)
+
+
+def ask() -> str | None:
+    """The next message, or None at the end of the input; Ctrl-C starts a new line."""
+    while True:
+        try:
+            return input("> " if sys.stdin.isatty() else "")
+        except KeyboardInterrupt:
+            print(file=sys.stderr)
+        except EOFError:
+            return None
+
+
+def answer(llm, params, messages: list[dict], told: list) -> None:
+    """Stream one answer and append it; Ctrl-C ends it early, a bad message is taken back.
+
+    What the engine warns of is said once in a conversation: `told` holds it then.
+    """
+    said = ""
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            ids = llm.chat_ids(messages, params)
+        if caught and not told:
+            print(f"minillm: {caught[0].message}", file=sys.stderr)
+            told += caught
+        for piece in llm.stream(ids, params):
+            said += piece
+            print(piece, end="", flush=True)
+    except KeyboardInterrupt:
+        pass
+    except ValueError as error:
+        print(f"minillm: {' '.join(str(error).split())}", file=sys.stderr)
+        messages.pop()
+        return
+    print()
+    messages.append({"role": "assistant", "content": said})
+
+
 def tokenize(options) -> None:
     """Print each token's id and the piece of text that it stands for."""
+    from .families import read_tokenizer
     from .tokenizer import Tokenizer
     from .weights import resolve
 
-    # GPT-2's vocabulary is installed with this package; its weights are not
-    tokenizer = Tokenizer.from_pretrained(
-        "gpt2" if options.model == "gpt2" else resolve(options.model)
-    )
+    if options.model == "gpt2":  # its vocabulary is installed with this package, not its weights
+        tokenizer = Tokenizer.from_pretrained("gpt2")
+    else:
+        tokenizer = read_tokenizer(resolve(options.model))
     ids = tokenizer.encode(options.text)
     for token_id in ids:
         print(f"{token_id:>8}  {tokenizer.decode([token_id])!r}")
@@ -130,29 +199,32 @@ def info(options) -> None:
     """Print the architecture, the parameters, and the bytes of weights and of the KV cache."""
     import torch
 
+    from .families import architecture, read_config
     from .kv_cache import cache_bytes
-    from .llm import architecture
-    from .tokenizer_files import read_json
     from .weights import resolve
 
-    folder = resolve(options.model)
-    model_class, config = architecture(folder)
+    path = resolve(options.model)
+    model_class, config = architecture(path)
     with torch.device("meta"):
         model = model_class(config)
     parameters = sum(p.numel() for p in model.parameters())
-    context = config.n_positions if options.context is None else options.context
-    if not 1 <= context <= config.n_positions:
+    context = config.context_length if options.context is None else options.context
+    if not 1 <= context <= config.context_length:
         raise ValueError(
-            f"--context is {context}, expected 1 to {config.n_positions}, the model's own"
+            f"--context is {context}, expected 1 to {config.context_length}, the model's own"
         )
-    stored = read_json(folder / "config.json").get("dtype", "float32")
+    fields = read_config(path)
+    stored = fields.get("dtype") or fields.get("torch_dtype") or "float32"
+    layers, kv_heads, head_dim = config.cache_shape
+    heads, width = model.blocks[0].attention.n_heads, model.token_embedding.weight.shape[1]
+    shared = f", {kv_heads} KV heads" if kv_heads != heads else ""
     per_token = cache_bytes(*config.cache_shape, length=1, bytes_per_number=4)
     rows = {
-        "folder": folder,
-        "architecture": f"{model_class.__name__}: {config.n_layer} layers x {config.n_embd} wide, "
-        f"{config.n_head} heads of {config.n_embd // config.n_head}",
+        "folder" if path.is_dir() else "file": path,
+        "architecture": f"{model_class.__name__}: {layers} layers x {width} wide, "
+        f"{heads} heads of {head_dim}{shared}",
         "vocabulary": f"{config.vocab_size:,} tokens",
-        "context": f"{config.n_positions:,} positions",
+        "context": f"{config.context_length:,} positions",
         "parameters": f"{parameters:,}",
         "weights": f"{4 * parameters:,} bytes in float32 (stored as {stored})",
         "KV cache": f"{per_token:,} bytes per token in float32",

@@ -21,9 +21,10 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from .layers import ACTIVATIONS, MLP, Attention, Block, LayerNorm, Linear, causal_mask, position_ids
+from .language_model import LanguageModel, fill, used_fields
+from .layers import ACTIVATIONS, MLP, Attention, Block, LayerNorm, Linear
 from .tokenizer_files import read_json
-from .weights import plain_names, put, read_weights, resolve, tie_head
+from .weights import plain_names, read_weights, resolve, tie_head
 
 # %% ../notebooks/04_full_forward.ipynb #config-fields
 IRRELEVANT = set(
@@ -81,29 +82,17 @@ class GPT2Config:
     @classmethod
     def from_dict(cls, fields: Mapping) -> "GPT2Config":
         """Read a `config.json`; ValueError names a field that must not be ignored."""
-        used = {}
-        for name, value in fields.items():
-            if name in cls.__dataclass_fields__:
-                used[name] = value
-            elif name == "model_type" and value != "gpt2":
-                raise ValueError(f"model_type is {value!r}, expected 'gpt2'")
-            elif name in REFUSED_UNLESS and value not in (REFUSED_UNLESS[name], None):
-                raise ValueError(
-                    f"config.json sets {name} = {value!r}, which this engine does not "
-                    f"implement: to ignore it would give a wrong answer"
-                )
-            elif name not in IRRELEVANT | set(REFUSED_UNLESS) | {"model_type"}:
-                raise ValueError(
-                    f"config.json has the field {name!r} ({value!r}), which this "
-                    f"engine does not know: remove it only if you are sure that it "
-                    f"does not change the arithmetic"
-                )
-        return cls(**used)
+        return cls(**used_fields(cls, fields, "gpt2", REFUSED_UNLESS, IRRELEVANT))
 
     @property
     def cache_shape(self) -> tuple[int, int, int]:
         """Layers, heads and head width: what a cache has to hold (chapter 6)."""
         return self.n_layer, self.n_head, self.n_embd // self.n_head
+
+    @property
+    def context_length(self) -> int:
+        """The most positions that a sequence can have."""
+        return self.n_positions
 
     def attention_scale(self, layer: int) -> float:
         """The factor on a layer's scores; 1 / √head_dim unless the file differs."""
@@ -112,7 +101,7 @@ class GPT2Config:
 
 
 # %% ../notebooks/04_full_forward.ipynb #model-class
-class GPT2(nn.Module):
+class GPT2(LanguageModel):
     """GPT-2 (Radford et al. 2019): embeddings, pre-norm blocks, a final norm, a head.
 
     `attention` is every block's kernel: "sdpa" (PyTorch's) or "naive" (chapter 3's).
@@ -140,58 +129,10 @@ class GPT2(nn.Module):
         if config.tie_word_embeddings:
             self.lm_head.weight = self.token_embedding.weight
 
-    def hidden_states(self, token_ids, *, positions=None, padding_mask=None, cache=None):
-        """The residual stream after the final norm: token ids `[B, T]` -> `[B, T, D]`.
-
-        positions: `[B, T]`, by default counted from each row's own real tokens.
-        padding_mask: bool `[B, past + T]`, True = real token. cache: the past's keys
-        and values (chapter 6). ValueError: ids or positions that the tables lack.
-        """
-        T = token_ids.shape[-1]
-        past = 0 if cache is None else cache.length
-        if positions is None:
-            positions = position_ids(T, past, padding_mask).to(token_ids.device)
-        self.check_input(token_ids, positions)
-        mask = None  # one new token may look at everything so far
-        if T > 1 or padding_mask is not None:
-            mask = causal_mask(T, past, padding_mask).to(token_ids.device)
+    def embed(self, token_ids, positions):
+        """What each token is, plus where it stands: `[B, T]` -> `[B, T, D]`."""
         x = self.token_embedding(token_ids)  # [B, T] -> [B, T, D]
-        x = x + self.position_embedding(positions)  # [B, T, D] + [1 or B, T, D]
-        try:
-            for block in self.blocks:
-                x = block(x, mask, positions, cache)  # [B, T, D] -> [B, T, D]
-            return self.final_norm(x)
-        except BaseException:  # Ctrl-C too: half a forward does not count
-            if cache is not None:
-                cache.length = past
-            raise
-
-    def head(self, x: torch.Tensor) -> torch.Tensor:
-        """Scores for every token of the vocabulary: `[..., D] -> [..., vocab_size]`."""
-        return self.lm_head(x)
-
-    def forward(self, token_ids, **options) -> torch.Tensor:
-        """Logits `[B, T] -> [B, T, vocab_size]`; options as in `hidden_states`."""
-        return self.head(self.hidden_states(token_ids, **options))
-
-    def check_input(self, token_ids: torch.Tensor, positions: torch.Tensor) -> None:
-        """ValueError, in words, before a table look-up can fail inside torch."""
-        if token_ids.ndim != 2 or token_ids.numel() == 0 or token_ids.is_floating_point():
-            raise ValueError(
-                f"token_ids should be whole numbers of shape [B, T] with at least one "
-                f"token, got {list(token_ids.shape)} of {token_ids.dtype}"
-            )
-        low, high = token_ids.min().item(), token_ids.max().item()
-        if low < 0 or high >= self.config.vocab_size:
-            raise ValueError(
-                f"token id {low if low < 0 else high} is outside the vocabulary: "
-                f"ids go from 0 to {self.config.vocab_size - 1}"
-            )
-        if positions.min().item() < 0 or positions.max().item() >= self.config.n_positions:
-            raise ValueError(
-                f"a sequence of {positions.max().item() + 1} tokens does not fit: "
-                f"this model's context holds {self.config.n_positions}"
-            )
+        return x + self.position_embedding(positions), positions  # + [1 or B, T, D]
 
     @classmethod
     def from_pretrained(cls, name, dtype=torch.float32, attention: str = "sdpa") -> "GPT2":
@@ -227,34 +168,20 @@ def checkpoint_names(config: GPT2Config) -> dict[str, str]:
 def load_weights(model: GPT2, tensors: Mapping[str, torch.Tensor], dtype=torch.float32) -> GPT2:
     """Put a checkpoint into the model: names mapped, Conv1D transposed, head tied.
 
-    Tensors of the wanted dtype stay views of their file, except the transposed ones.
-    ValueError names every missing and every unexpected tensor, or the first one of a
-    wrong shape or kind.
+    Raises ValueError as `fill` does.
     """
     stored = plain_names(tensors)
-    del tensors  # only `stored` holds them now, and it lets go of each in its turn
+    del tensors  # only `stored` holds them now
     if model.config.tie_word_embeddings:
         tie_head(stored, "wte.weight")
-    wanted = {}  # checkpoint name -> (module of ours, parameter name, transpose?)
+    wanted = {}  # checkpoint names -> (module of ours, parameter name, transpose?)
     for ours, theirs in checkpoint_names(model.config).items():
         transpose = ours.split(".", 2)[-1] in CONV1D  # blocks.0.mlp.up -> mlp.up
         for parameter, _ in model.get_submodule(ours).named_parameters():
-            wanted[f"{theirs}.{parameter}"] = (ours, parameter, transpose)
+            wanted[f"{theirs}.{parameter}",] = (ours, parameter, transpose, None)
     if not model.config.tie_word_embeddings:
-        wanted["lm_head.weight"] = ("lm_head", "weight", False)
-    missing, unexpected = sorted(wanted.keys() - stored), sorted(stored.keys() - wanted)
-    if missing or unexpected:
-        raise ValueError(
-            f"the weights do not fit this config: "
-            f"missing {', '.join(missing) or 'nothing'}; "
-            f"unexpected {', '.join(unexpected) or 'nothing'}"
-        )
-    for name, (ours, parameter, transpose) in wanted.items():
-        tensor = stored.pop(name)
-        put(model.get_submodule(ours), parameter, tensor, name, transpose, dtype)
-    if model.config.tie_word_embeddings:
-        model.lm_head.weight = model.token_embedding.weight
-    return model
+        wanted["lm_head.weight",] = ("lm_head", "weight", False, None)
+    return fill(model, stored, wanted, dtype)
 
 
 # %% ../notebooks/04_full_forward.ipynb #reference-points

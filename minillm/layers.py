@@ -155,7 +155,7 @@ def row_groups(rows, cores):
 def onednn_takes(x, W):
     """Whether oneDNN's kernel for x Wᵀ is there, and worth its setting up."""
     fits = x.device.type == "cpu" and x.dtype == torch.float32 and W.numel() >= 2**16
-    return fits and torch.backends.mkldnn.is_available()
+    return fits and torch.backends.mkldnn.is_available() and not torch.is_grad_enabled()
 
 
 # %% ../notebooks/03_embedding_and_block.ipynb #linear-class
@@ -170,7 +170,7 @@ class Linear(nn.Linear):
             b = W.new_zeros(1, 1, 1) if self.bias is None else self.bias.view(n, -1, 1)
             y = torch.baddbmm(b, W, column)  # [n, out/n, in] @ [n, in, 1] -> [n, out/n, 1]
             return y.view(*x.shape[:-1], -1)  # -> [..., out]
-        if onednn_takes(x, W) and not torch.is_grad_enabled():
+        if onednn_takes(x, W) and (x.dim() < 3 or x.shape[1] == 1):  # no prompt
             return torch.ops.mkldnn._linear_pointwise(x, W, self.bias, "none", [], "")
         return super().forward(x)
 
@@ -231,8 +231,8 @@ class MLP(nn.Module):
         self.down = Linear(inner_width, width)
 
     def forward(self, x):
-        inner = self.activation(self.up(x))  # [B, T, D] -> [B, T, inner]
-        return self.down(inner)  # [B, T, inner] -> [B, T, D]
+        # [B, T, D] -> [B, T, inner] -> [B, T, D]
+        return self.down(self.activation(self.up(x)))
 
 
 # %% ../notebooks/03_embedding_and_block.ipynb #block-class

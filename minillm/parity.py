@@ -11,6 +11,7 @@ __all__ = [
     "difference",
     "compare_by_hand",
     "record",
+    "columns",
     "measure_modules",
     "compare_modules",
     "print_table",
@@ -119,19 +120,28 @@ def record(model: nn.Module, points: Sequence[tuple[str, str]], token_ids) -> li
     return [seen[point] for point in points]
 
 
+# %% ../notebooks/04_full_forward.ipynb #columns
+def columns(value: torch.Tensor, side: str) -> torch.Tensor:
+    """The columns that a side such as "output 0:64" names: all, where it names none."""
+    span = side.partition(" ")[2]
+    first, last = map(int, span.split(":")) if span else (None, None)
+    return value[..., first:last]
+
+
 # %% ../notebooks/04_full_forward.ipynb #measure-modules
 def measure_modules(model, reference, points, token_ids) -> list[Difference]:
     """How far every sub-module of ours is from the reference's, in running order.
 
-    `points` are (our module, reference module, "output" or "input").
-    Raises ParityError without any.
+    `points` are (our module, reference module, "output" or "input"); "output 0:64" is
+    64 columns of our output, where ours does the work of several modules. Raises
+    ParityError without any.
     """
     if not points:
         raise ParityError("no sub-modules were named: there is nothing to compare")
     ours = record(model, [(name, side) for name, _, side in points], token_ids)
     theirs = record(reference, [(name, side) for _, name, side in points], token_ids)
     return [
-        difference(name if side == "output" else f"{name} ({side})", a, b)
+        difference(name if side == "output" else f"{name} ({side})", columns(a, side), b)
         for (name, _, side), a, b in zip(points, ours, theirs, strict=True)
     ]
 

@@ -62,7 +62,8 @@ class Tokenizer:
     `vocab` maps tokens, written in `byte_to_char`'s alphabet, to ids. `merges` are
     pairs in order of rank, "a b" or ("a", "b"); of a repeated pair the first counts.
     `special_tokens` maps names to ids; `eos_token_id` is the one that ends a text, or
-    None.
+    None. `prefix` names those that `encode` puts before every text. `ignore_merges`: a
+    piece that is a token stays whole, whatever the merges say (Llama 3).
     """
 
     def __init__(
@@ -72,10 +73,16 @@ class Tokenizer:
         special_tokens: dict[str, int] | None = None,
         pre_tokenizer: str = "gpt2",
         eos_token: str = END_OF_TEXT,
+        ignore_merges: bool = False,
+        prefix: tuple[str, ...] = (),
     ):
         self.special_tokens = dict(special_tokens or {})
         self.eos_token_id = self.special_tokens.get(eos_token)
-        self.pre_tokenizer = pre_tokenizer
+        self.pre_tokenizer, self.ignore_merges = pre_tokenizer, ignore_merges
+        self.prefix = tuple(prefix)
+        for name in self.prefix:
+            if name not in self.special_tokens:
+                raise ValueError(f"the prefix {name!r} is none of the special tokens")
         self._pattern = regex.compile(PATTERNS[pre_tokenizer])
         ids = {token: vocab[token] for token in vocab if token not in self.special_tokens}
         self._tokens = {i: token for token, i in (ids | self.special_tokens).items()}
@@ -85,6 +92,7 @@ class Tokenizer:
             raise ValueError("the vocabulary holds an id that is not an integer from 0 on")
         self._bytes = {i: to_bytes(token) for token, i in ids.items()}
         self._byte_ids = {token[0]: i for i, token in self._bytes.items() if len(token) == 1}
+        self._whole = {b: i for i, b in self._bytes.items()} if ignore_merges else {}
         self._bytes |= {i: name.encode() for name, i in self.special_tokens.items()}
         self._merges = {}  # (left id, right id) -> (rank, new id)
         for entry in merges:
@@ -145,8 +153,10 @@ class Tokenizer:
         text: str,
         allowed_special: str | Collection[str] = (),
         engine: str | None = None,
+        *,
+        add_prefix: bool = True,
     ) -> list[int]:
-        """The ids of a text, and nothing added to them.
+        """The ids of a text, behind those of `prefix` unless `add_prefix` is False.
 
         A typed `<|endoftext|>` is ordinary text unless `allowed_special` ("all", or a
         collection of names) allows it. A lone surrogate counts as U+FFFD. `engine` is
@@ -161,7 +171,8 @@ class Tokenizer:
                 known = list(self.special_tokens)
                 raise ValueError(f"{name!r} is no special token of this vocabulary: it has {known}")
         parts = regex.split(f"({'|'.join(map(regex.escape, names))})", text) if names else [text]
-        merged, ids, seen = self._merger(engine, len(text)), [], {}
+        merged, seen = self._merger(engine, len(text)), {}
+        ids = [self.special_tokens[name] for name in self.prefix if add_prefix]
         for n, part in enumerate(parts):
             if n % 2:  # every second part is a special token
                 ids.append(self.special_tokens[part])
@@ -169,7 +180,8 @@ class Tokenizer:
             self._refuse_unknown_bytes(part)
             for piece in self._pattern.findall(part):
                 if piece not in seen:
-                    seen[piece] = merged(piece)
+                    whole = self._whole.get(piece.encode())
+                    seen[piece] = merged(piece) if whole is None else [whole]
                 ids += seen[piece]
         return ids
 
@@ -202,6 +214,8 @@ class Tokenizer:
             merges=[[names[left], names[right]] for left, right in self._merges],
             special_tokens=special,
             pre_tokenizer=self.pre_tokenizer,
+            ignore_merges=self.ignore_merges,
+            prefix=self.prefix,
             eos_token=names.get(self.eos_token_id),
         )
 

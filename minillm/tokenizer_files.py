@@ -7,18 +7,26 @@ __all__ = [
     "END_OF_TEXT",
     "BYTE_LEVEL",
     "STEPS",
+    "SPLIT",
     "CHANGES_IDS",
+    "SENTENCEPIECE",
+    "GGUF_PATTERNS",
+    "GGUF_SPECIAL",
     "read_json",
+    "read_prefix",
     "read_tokenizer_json",
     "read_two_files",
     "read_special_tokens",
     "read_folder",
+    "read_gguf_tokens",
     "write_folder",
 ]
 
 # %% ../notebooks/02_tokenizer.ipynb #files-imports
 import json
 from pathlib import Path
+
+from .bpe import PATTERNS
 
 
 # %% ../notebooks/02_tokenizer.ipynb #read-json
@@ -36,12 +44,37 @@ def read_json(path: Path) -> dict:
 # %% ../notebooks/02_tokenizer.ipynb #known-steps
 END_OF_TEXT = "<|endoftext|>"
 BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False}
-# The two ways of cutting that we know, as a tokenizer.json writes them.
+# The three ways of cutting that we know, as a tokenizer.json writes them.
 STEPS = {"gpt2": [BYTE_LEVEL]}
 STEPS["digits"] = [{"type": "Digits", "individual_digits": True}, BYTE_LEVEL]
+SPLIT = {"type": "Split", "pattern": {"Regex": PATTERNS["llama3"]}}
+SPLIT |= {"behavior": "Isolated", "invert": False}
+STEPS["llama3"] = [SPLIT, BYTE_LEVEL | {"use_regex": False}]
 # Settings of a model that would change the ids, and that we do not know.
-CHANGES_IDS = ("byte_fallback", "dropout", "ignore_merges")
+CHANGES_IDS = ("byte_fallback", "dropout")
 CHANGES_IDS += ("continuing_subword_prefix", "end_of_word_suffix")
+# What only SentencePiece writes.
+SENTENCEPIECE = ('"byte_fallback"', '"Metaspace"', '"Unigram"', "▁")
+
+
+# %% ../notebooks/02_tokenizer.ipynb #read-prefix
+def read_prefix(path: Path, processor: dict | None, special: dict) -> tuple[str, ...]:
+    """The special tokens that a post_processor puts before a text; more is refused."""
+    processor, prefix = processor or {"type": "ByteLevel"}, ()
+    for step in processor.get("processors", [processor]):
+        if step["type"] == "ByteLevel":  # corrects offsets, adds no id
+            continue
+        parts = step["single"] if step["type"] == "TemplateProcessing" else []
+        names = [part["SpecialToken"]["id"] for part in parts if "SpecialToken" in part]
+        ids = [step["special_tokens"][name]["ids"] for name in names]
+        rest = [part.get("Sequence", {}).get("id") for part in parts[len(names) :]]
+        if rest != ["A"] or ids != [[special.get(name)] for name in names]:
+            raise ValueError(
+                f"{path} asks for the post_processor {json.dumps(step)}: known are "
+                "ByteLevel, and a TemplateProcessing of special tokens before the text"
+            )
+        prefix = (*names, *prefix)
+    return prefix
 
 
 # %% ../notebooks/02_tokenizer.ipynb #read-tokenizer-json
@@ -61,15 +94,21 @@ def read_tokenizer_json(path: Path) -> dict:
     asked["pre_tokenizer"] = "" if steps in STEPS.values() else cutting or "none"
     unknown = {name: value for name, value in asked.items() if value}
     if unknown:
+        given = json.dumps(unknown, ensure_ascii=False)
+        family = "SentencePiece, " if any(s in given for s in SENTENCEPIECE) else ""
         raise ValueError(
-            f"{path} asks for {json.dumps(unknown)}: known is BPE after ByteLevel "
-            "(add_prefix_space false), alone or behind Digits (individual_digits true)"
+            f"{path} asks for {family}{given}: known is BPE after ByteLevel "
+            "(add_prefix_space false), alone, behind Digits (individual_digits true), "
+            "or behind Split with Llama 3's pattern (then use_regex is false)"
         )
+    special = {t["content"]: t["id"] for t in content.get("added_tokens") or []}
     return {
         "vocab": model["vocab"],
         "merges": model["merges"],
-        "special_tokens": {t["content"]: t["id"] for t in content.get("added_tokens") or []},
+        "special_tokens": special,
         "pre_tokenizer": next(name for name in STEPS if STEPS[name] == steps),
+        "ignore_merges": bool(model.get("ignore_merges")),
+        "prefix": read_prefix(path, content.get("post_processor"), special),
     }
 
 
@@ -96,8 +135,18 @@ def read_special_tokens(folder: Path, arguments: dict) -> None:
         raise ValueError(f"{folder} asks for add_prefix_space=true, which is not known here")
     for token_id, token in settings.get("added_tokens_decoder", {}).items():
         special.setdefault(token["content"], int(token_id))
-    for key in (key for key in settings if key.endswith("_token") and settings[key]):
-        name = settings[key] if isinstance(settings[key], str) else settings[key]["content"]
+    names = {
+        key: value if isinstance(value, str) else value["content"]
+        for key, value in settings.items()
+        if key.endswith("_token") and value and not key.startswith("add_")
+    }
+    if "prefix" not in arguments and settings.get("add_eos_token"):
+        raise ValueError(f"{folder} asks for add_eos_token=true, which is not known here")
+    if "prefix" not in arguments and settings.get("add_bos_token"):
+        if "bos_token" not in settings:
+            names["bos_token"] = END_OF_TEXT  # as in GPT-2
+        arguments["prefix"] = (names["bos_token"],) if "bos_token" in names else ()
+    for key, name in names.items():
         if name not in special and name not in vocab:
             raise ValueError(f"{folder} names {name!r} as its {key}, but gives it no id")
         special.setdefault(name, vocab.get(name))
@@ -118,8 +167,56 @@ def read_folder(folder: Path) -> dict:
     elif complete:
         arguments = read_two_files(*complete[0])
     else:
-        raise ValueError(f"no tokenizer.json, and no vocab.json with merges.txt, in {folder}")
+        alone = [path.name for path in sorted(folder.glob("*.model"))]
+        raise ValueError(
+            f"no tokenizer.json, and no vocab.json with merges.txt, in {folder}"
+            + f": {', '.join(alone)} is SentencePiece's format, and not read here" * bool(alone)
+        )
     read_special_tokens(folder, arguments)
+    return arguments
+
+
+# %% ../notebooks/02_tokenizer.ipynb #read-gguf-tokens
+GGUF_PATTERNS = {"gpt-2": "gpt2", "smollm": "digits", "llama-bpe": "llama3"}
+GGUF_SPECIAL = (3, 4)  # the token_type of control tokens, and of user-defined ones
+
+
+def read_gguf_tokens(values: dict) -> dict:
+    """`Tokenizer`'s arguments from the metadata of a GGUF file; refuses by name."""
+    get = {key.removeprefix("tokenizer.ggml."): values[key] for key in values}.get
+    model, pre, tokens = get("model"), get("pre"), get("tokens")
+    if model != "gpt2":
+        family = " (SentencePiece)" if model in ("llama", "t5") else ""
+        raise ValueError(
+            f"the file's tokenizer.ggml.model is {model!r}{family}: known is 'gpt2', byte-level BPE"
+        )
+    if pre not in GGUF_PATTERNS:
+        named = f"is {pre!r}" if pre else "is missing, so nothing says how to cut a text"
+        raise ValueError(f"the file's tokenizer.ggml.pre {named}: known are {[*GGUF_PATTERNS]}")
+    if get("add_eos_token"):
+        raise ValueError("tokenizer.ggml.add_eos_token is true: that is not known here")
+    if not tokens or get("merges") is None:
+        raise ValueError("tokenizer.ggml.tokens and .merges are needed: one is missing")
+    types = get("token_type") or [1] * len(tokens)
+    special = {token: n for n, token in enumerate(tokens) if types[n] in GGUF_SPECIAL}
+    arguments = {
+        "vocab": {token: n for n, token in enumerate(tokens)},
+        "merges": get("merges"),
+        "special_tokens": special,
+        "pre_tokenizer": GGUF_PATTERNS[pre],
+        "ignore_merges": pre == "llama-bpe",
+    }
+    for key in ("eos_token", "bos_token"):
+        token_id = get(f"{key}_id")
+        if token_id is None:
+            continue
+        if not 0 <= token_id < len(tokens):
+            raise ValueError(f"the {key}_id {token_id} is none of {len(tokens)} tokens")
+        special.setdefault(tokens[token_id], token_id)
+        if key == "eos_token":
+            arguments[key] = tokens[token_id]
+        elif get("add_bos_token", pre == "llama-bpe"):
+            arguments["prefix"] = (tokens[token_id],)
     return arguments
 
 
@@ -130,6 +227,8 @@ def write_folder(
     merges: list[list[str]],
     special_tokens: dict[str, int],
     pre_tokenizer: str,
+    ignore_merges: bool,
+    prefix: tuple[str, ...],
     eos_token: str | None,
 ) -> None:
     """Write tokenizer.json and tokenizer_config.json, as Hugging Face reads them."""
@@ -142,6 +241,19 @@ def write_folder(
         "decoder": steps[-1],
         "model": {"type": "BPE", "vocab": vocab, "merges": merges},
     }
+    content["model"] |= {"ignore_merges": True} if ignore_merges else {}
+    if prefix:
+        parts = [{"SpecialToken": {"id": name, "type_id": 0}} for name in prefix]
+        one, two = ([*parts, {"Sequence": {"id": x, "type_id": 0}}] for x in "AB")
+        content["post_processor"] = {
+            "type": "TemplateProcessing",
+            "single": one,
+            "pair": one + two,  # must be there; nothing here reads it
+            "special_tokens": {
+                name: {"id": name, "ids": [special_tokens[name]], "tokens": [name]}
+                for name in prefix
+            },
+        }
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": eos_token}
     folder.mkdir(parents=True, exist_ok=True)
     for name, value in (("tokenizer", content), ("tokenizer_config", settings)):

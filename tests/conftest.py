@@ -18,7 +18,7 @@ disable_progress_bar()
 
 def greedy(model, prompt_ids: list[int], max_new_tokens: int, end_ids=None) -> list[int]:
     """The new ids of the engine's loop at temperature 0."""
-    params, context = SamplingParams(max_new_tokens=max_new_tokens), model.config.n_positions
+    params, context = SamplingParams(max_new_tokens=max_new_tokens), model.config.context_length
     return list(generate(model, Request(prompt_ids, params, context=context, end_ids=end_ids)))
 
 

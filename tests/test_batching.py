@@ -352,8 +352,8 @@ def one_generator(seed):
 
 
 MISTAKES = {
-    "positions from columns": ("minillm.gpt2.position_ids", columns_as_positions),
-    "padding that is seen": ("minillm.gpt2.causal_mask", padding_is_seen),
+    "positions from columns": ("minillm.language_model.position_ids", columns_as_positions),
+    "padding that is seen": ("minillm.language_model.causal_mask", padding_is_seen),
     "padding on the right": ("minillm.batching.pad_left", pad_right),
     "a mask from the ids": ("minillm.batching.pad_left", mask_from_ids),
     "the wrong columns": ("minillm.batching.compact", one_column_too_many),

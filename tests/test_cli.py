@@ -230,14 +230,18 @@ def test_wrong_usage_is_exit_code_2_as_well():
 @pytest.mark.parametrize("architecture", ["mamba", None])
 def test_an_unknown_architecture_is_refused_by_name(tmp_path, architecture):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": architecture}))
-    with pytest.raises(ValueError, match=f"{architecture!r}; this engine runs: gpt2"):
+    with pytest.raises(ValueError, match=f"{architecture!r}; this engine runs: gpt2, llama"):
         minillm.LLM(tmp_path)
 
 
-def test_a_folder_without_tokenizer_is_refused(save_reference):
+def test_a_folder_without_tokenizer_takes_token_ids_and_refuses_text(save_reference):
     _, folder = save_reference()
-    with pytest.raises(ValueError, match="tokenizer"):
-        minillm.LLM(folder)
+    llm = minillm.LLM(folder)
+    assert len(llm.generate([1, 2, 3], max_new_tokens=4).token_ids) == 4
+    with pytest.raises(ValueError, match="no text without a tokenizer: no tokenizer.json"):
+        llm.generate("Hi")
+    code, out, err = run("generate", "Hi", "--model", str(folder))
+    assert code == 2 and not out and "no text without a tokenizer" in err
 
 
 @pytest.mark.parametrize("prompt", ["", None, 5, ["Hi", ""], [["Hi"]]])

@@ -608,15 +608,18 @@ def test_linear_takes_the_kernel_that_suits_the_rows(monkeypatch):
     big, small = layers.Linear(256, 256), layers.Linear(16, 16)
     with torch.inference_mode():
         assert kernels_used(monkeypatch, big, torch.ones(1, 1, 256)) == ["groups"]
-        assert kernels_used(monkeypatch, big, torch.ones(1, 5, 256)) == ["onednn"]
-        assert kernels_used(monkeypatch, small, torch.ones(1, 5, 16)) == ["plain"]
+        for several in (torch.ones(5, 1, 256), torch.ones(5, 256)):  # a batch, and its head
+            assert kernels_used(monkeypatch, big, several) == ["onednn"]
+        assert kernels_used(monkeypatch, big, torch.ones(1, 5, 256)) == ["plain"]  # a prompt
+        assert kernels_used(monkeypatch, big, torch.ones(2, 5, 256)) == ["plain"]
+        assert kernels_used(monkeypatch, small, torch.ones(5, 1, 16)) == ["plain"]
         half = layers.Linear(256, 256).bfloat16()
-        assert kernels_used(monkeypatch, half, torch.ones(1, 5, 256).bfloat16()) == ["plain"]
+        assert kernels_used(monkeypatch, half, torch.ones(5, 1, 256).bfloat16()) == ["plain"]
     with torch.enable_grad():  # it can learn
-        assert kernels_used(monkeypatch, big, torch.ones(1, 5, 256)) == ["plain"]
+        assert kernels_used(monkeypatch, big, torch.ones(5, 1, 256)) == ["plain"]
     monkeypatch.setattr("torch.backends.mkldnn.is_available", lambda: False)
     with torch.inference_mode():
-        assert big(torch.ones(1, 5, 256)).isfinite().all()
+        assert big(torch.ones(5, 1, 256)).isfinite().all()
 
 
 def test_linear_learns_with_several_rows_and_with_one():

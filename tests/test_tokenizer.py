@@ -534,7 +534,6 @@ PREFIX = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "
         *(
             ({"tokenizer_json": tokenizer_json({}, [], model={name: value})}, f'"{name}": ')
             for name, value in {
-                "ignore_merges": True,
                 "byte_fallback": True,
                 "dropout": 0.1,
                 "continuing_subword_prefix": "##",

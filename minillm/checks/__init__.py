@@ -1,6 +1,6 @@
 """The checks of the exercises: `checks.my_layer_norm(my_layer_norm)` prints one line that knows your mistake."""
 
-from . import chapter02, chapter03, chapter04, chapter05, chapter06, chapter07
+from . import chapter02, chapter03, chapter04, chapter05, chapter06, chapter07, chapter08
 from .exercise import Exercise, Mistake
 
 EXERCISES: dict[str, Exercise] = {
@@ -10,6 +10,7 @@ EXERCISES: dict[str, Exercise] = {
     **chapter05.EXERCISES,
     **chapter06.EXERCISES,
     **chapter07.EXERCISES,
+    **chapter08.EXERCISES,
 }
 globals().update(EXERCISES)
 

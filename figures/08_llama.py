@@ -174,7 +174,7 @@ def angles() -> None:
     ax.text(
         0.4,
         0.3,
-        "fast pairs tell neighbours apart, slow pairs tell near from far",
+        "fast pairs tell neighbors apart, slow pairs tell near from far",
         size=9.5,
         color=GROUPS[0],
     )

@@ -178,7 +178,7 @@ def plain_name(name: str) -> str:
 
 # %% ../notebooks/08_llama.ipynb #unpermute
 def unpermute(rows: torch.Tensor, n_heads: int) -> torch.Tensor:
-    """Rows of q or k, from pairs side by side to halves: [H * d, ...] both ways."""
+    """Rows of q or k, from pairs side by side to halves: [H * d, ...] -> the same."""
     pairs = rows.view(n_heads, -1, 2, *rows.shape[1:])  # [H, d/2, 2, ...]
     return pairs.transpose(1, 2).reshape(rows.shape)  # [H, 2, d/2, ...] -> [H * d, ...]
 

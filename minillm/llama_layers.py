@@ -40,15 +40,6 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
-# %% ../notebooks/08_llama.ipynb #llama3-frequencies
-def llama3_frequencies(frequencies, scaling):
-    """Slow turns slowed down by `factor`, fast ones kept, a smooth passage between."""
-    turns = scaling["original_max_position_embeddings"] * frequencies / (2 * math.pi)
-    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
-    keep = ((turns - low) / (high - low)).clamp(0, 1)  # [d/2], 1 = as it was
-    return keep * frequencies + (1 - keep) * frequencies / scaling["factor"]
-
-
 # %% ../notebooks/08_llama.ipynb #frequencies
 def rope_frequencies(head_dim: int, theta: float, scaling: Mapping | None = None):
     """How far each pair of numbers turns from one position to the next, in radians.
@@ -64,6 +55,15 @@ def rope_frequencies(head_dim: int, theta: float, scaling: Mapping | None = None
     if kind == "llama3":
         return llama3_frequencies(frequencies, scaling)
     return frequencies
+
+
+# %% ../notebooks/08_llama.ipynb #llama3-frequencies
+def llama3_frequencies(frequencies, scaling):
+    """Slow turns slowed down by `factor`, fast ones kept, a smooth passage between."""
+    turns = scaling["original_max_position_embeddings"] * frequencies / (2 * math.pi)
+    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    keep = ((turns - low) / (high - low)).clamp(0, 1)  # [d/2], 1 = as it was
+    return keep * frequencies + (1 - keep) * frequencies / scaling["factor"]
 
 
 # %% ../notebooks/08_llama.ipynb #rotation

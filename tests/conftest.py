@@ -22,6 +22,19 @@ def greedy(model, prompt_ids: list[int], max_new_tokens: int, end_ids=None) -> l
     return list(generate(model, Request(prompt_ids, params, context=context, end_ids=end_ids)))
 
 
+class Recorded(Request):
+    """A request that remembers the logits of each of its steps."""
+
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
+        self.rows = []
+
+    def accept(self, logits_row):
+        token_id = super().accept(logits_row)
+        self.rows.append(logits_row.clone())
+        return token_id
+
+
 class Stopwatch:
     """Adds up how long the cells of each notebook take.
 

@@ -9,11 +9,11 @@ from functools import partial
 
 import pytest
 import torch
-from conftest import random_reference
+from conftest import Recorded, random_reference
 from transformers import GPT2LMHeadModel
 
 from minillm.batching import compact, generate_batch, pad_left
-from minillm.generation import Request, generate
+from minillm.generation import generate
 from minillm.gpt2 import GPT2, GPT2Config, load_weights
 from minillm.kv_cache import KVCache
 from minillm.layers import causal_mask, position_ids
@@ -119,19 +119,6 @@ class Run:
     token_ids: list[int]
     rows: list[torch.Tensor]
     finish_reason: str
-
-
-class Recorded(Request):
-    """A request that remembers the logits of each of its steps."""
-
-    def __init__(self, *arguments, **options):
-        super().__init__(*arguments, **options)
-        self.rows = []
-
-    def accept(self, logits_row):
-        token_id = super().accept(logits_row)
-        self.rows.append(logits_row.clone())
-        return token_id
 
 
 def request_for(kind, prompt, end_id=None, tokenizer=None, **fields) -> Recorded:

@@ -9,6 +9,7 @@ from functools import lru_cache
 import gguf
 import pytest
 import torch
+from conftest import Recorded
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 from transformers import LlamaConfig as TheirConfig
@@ -541,19 +542,6 @@ def test_any_stored_dtype_is_converted_by_one_rule(save_llama, stored):
 
 
 # ---- the matrix -----------------------------------------------------------------------------
-
-
-class Recorded(Request):
-    """A request that remembers the logits of each of its steps."""
-
-    def __init__(self, *arguments, **options):
-        super().__init__(*arguments, **options)
-        self.rows = []
-
-    def accept(self, logits_row):
-        token_id = super().accept(logits_row)
-        self.rows.append(logits_row.clone())
-        return token_id
 
 
 ONE_HEAD = {"num_key_value_heads": 1, "head_dim": 16, "rope_parameters": LLAMA3, "seed": 19}

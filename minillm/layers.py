@@ -58,10 +58,7 @@ def check_attention_inputs(q, k, mask):
     if mask is None:
         return
     if mask.dtype != torch.bool:
-        raise ValueError(
-            f"the attention mask must be bool, True where a query may look at a key, "
-            f"but it holds {mask.dtype}"
-        )
+        raise ValueError(f"the attention mask must be bool (True = may look), not {mask.dtype}")
     *_, T, S = scores = [*q.shape[:-1], k.shape[-2]]  # [B, H, T, S]
     sizes = zip(mask.shape[::-1], scores[::-1], strict=False)
     if mask.dim() > 4 or not all(size in (1, wanted) for size, wanted in sizes):
@@ -126,10 +123,12 @@ def fused_attention(q, k, v, mask=None, scale=None):
     """The same as `attention`, by PyTorch's fused kernel, which stores no weights.
 
     The mask is handed over whole: the kernel's own `is_causal` starts at the upper left
-    corner, wrong as soon as there is a past. One query alone has nothing to fuse.
+    corner, wrong as soon as there is a past. One query alone has nothing to fuse, and
+    on the CPU short numbers (bf16) are slow there: it is computed in fp32 at least.
     """
     if q.shape[-2] == 1:
-        return attention(q, k, v, mask, scale)
+        wide = torch.promote_types(q.dtype, torch.float32)
+        return attention(*(part.to(wide) for part in (q, k, v)), mask, scale).to(q.dtype)
     check_attention_inputs(q, k, mask)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
 

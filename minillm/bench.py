@@ -5,7 +5,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,16 +16,18 @@ import torch
 from safetensors.torch import save_file
 
 from .batching import generate_batch, pad_left
+from .bench_memory import MEMORY, STATUS, bytes_per_step, memory, weight_bytes
 from .families import architecture
 from .generation import Request, generate
 from .gpt2 import CONV1D, GPT2, GPT2Config, checkpoint_names
-from .kv_cache import KVCache, cache_bytes
+from .kv_cache import KVCache
+from .quantization import quantize_, release_memory
 from .sampling import SamplingParams
 from .weights import resolve
 
 OURS, UNCACHED, THEIRS = "minillm", "minillm, no cache", "transformers"
+QUANTIZED = {"minillm int8": 8, "minillm int4": 4}
 SEED = 0
-STATUS = Path("/proc/self/status")  # Linux: what the kernel knows about this process
 LAB = "which is not installed: pip install 'minillm[lab]'"
 
 
@@ -43,6 +45,7 @@ class Job:
     repeat: int = 5
     against: str | None = None
     no_cache: bool = False
+    quantize: list[str] = field(default_factory=list)  # "int8", "int4", or both
 
     def __post_init__(self):
         self.threads = torch.get_num_threads() if self.threads is None else self.threads
@@ -57,7 +60,9 @@ class Job:
             )
         if self.against and find_spec(THEIRS) is None:
             raise ValueError(f"--against transformers needs transformers, {LAB}")
-        self.engines = [OURS] + [UNCACHED] * self.no_cache + [THEIRS] * bool(self.against)
+        quantized = [name for name in QUANTIZED if name.split()[1] in self.quantize]
+        others = [UNCACHED] * self.no_cache + [THEIRS] * bool(self.against)
+        self.engines = [OURS, *quantized, *others]
 
     def row_lengths(self) -> list[tuple[int, int]]:
         """Each row's tokens in the prompt and new tokens; mixed: from an eighth of both to all.
@@ -112,7 +117,7 @@ def measure(job: Job) -> dict:
         )
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as scratch:
         folder = write_random(GPT2Config(), Path(scratch)) if shape else resolve(job.model)
-        memory = {name: peak_memory(name, job, folder) for name in job.engines}
+        sizes = {name: process_memory(name, job, folder) for name in job.engines}
         models = {name: load(name, job, folder) for name in job.engines if name != UNCACHED}
         ours = models[UNCACHED] = models[OURS]
         engines = {name: partial(run_once, name, models[name], job) for name in job.engines}
@@ -120,7 +125,9 @@ def measure(job: Job) -> dict:
     positions = job.prompt_length + job.new_tokens // 2  # in the middle of the decode
     # mixed rows leave on the way: no step is like another
     step_bytes = None if job.mixed else bytes_per_step(ours, positions, job.batch)
-    return {"runs": runs, "ceilings": ceilings, "step_bytes": step_bytes, "memory": memory}
+    for name, row in sizes.items():
+        row["weight_bytes"] = weight_bytes(models[name])
+    return {"runs": runs, "ceilings": ceilings, "step_bytes": step_bytes, "sizes": sizes}
 
 
 def take_turns(engines: dict, repeat: int) -> tuple[dict, list[float]]:
@@ -173,9 +180,9 @@ def run_once(name: str, model, job: Job) -> tuple[list[float], list[list[int]]]:
 def steps(name: str, model, requests: list[Request]) -> Iterator:
     """Run the requests to their ends, with one of our engines: one item for each forward."""
     if len(requests) > 1:
-        return (generate_batch if name == OURS else forget)(model, requests)
+        return (forget if name == UNCACHED else generate_batch)(model, requests)
     (request,) = requests
-    cache = KVCache.for_model(model, request.max_length) if name == OURS else None
+    cache = None if name == UNCACHED else KVCache.for_model(model, request.max_length)
     return generate(model, request, cache)
 
 
@@ -202,6 +209,9 @@ def run_theirs(model, prompts: list, new: list[int], clock: Clock) -> list[list[
 def load(name: str, job: Job, folder: Path):
     """The model as one engine has it."""
     dtype = getattr(torch, job.dtype)
+    if name in QUANTIZED:  # codes are made of exact weights, and the kernels take bf16
+        model = architecture(folder)[0].from_pretrained(folder, dtype=torch.float32)
+        return quantize_(model, QUANTIZED[name], dtype=torch.bfloat16)
     if name != THEIRS:
         return architecture(folder)[0].from_pretrained(folder, dtype=dtype)
     from transformers import AutoModelForCausalLM, logging
@@ -235,41 +245,35 @@ def write_random(config: GPT2Config, folder: Path) -> Path:
     return folder
 
 
-def bytes_per_step(model, positions: int, batch: int = 1) -> int:
-    """What one decode step reads: weights, and keys and values of that many positions, in bytes."""
-    # of an embedding it reads a row or two: a table counts only where it is the head as well
-    read = {p for name, p in model.named_parameters() if "embedding" not in name}
-    read.add(model.lm_head.weight)
-    kept = cache_bytes(*model.config.cache_shape, positions, model.lm_head.weight.itemsize)
-    return sum(p.nbytes for p in read) + kept * batch
-
-
-def peak_memory(name: str, job: Job, folder: Path) -> int | None:
-    """Bytes that one engine needs at its peak, in a process of its own; None without /proc."""
+def process_memory(name: str, job: Job, folder: Path) -> dict[str, int | None]:
+    """The bytes of `MEMORY` for one engine, in a process of its own; None where nobody tells."""
     if not STATUS.exists():
-        return None
+        return dict.fromkeys(MEMORY)
     work = json.dumps([name, asdict(job), str(folder)])  # for `child`, below
     command = [sys.executable, "-m", "minillm.bench", work]
     result = subprocess.run(command, capture_output=True, text=True)
     if result.returncode:
         reason = result.stderr.strip().split("\n")[-1] or f"exit code {result.returncode}"
+        reason = reason.removeprefix("ValueError: ")
         raise ValueError(f"measuring the memory of {name} failed: {reason}")
-    return int(result.stdout.split()[-1])
-
-
-def peak_bytes() -> int:
-    """The most memory that this process ever had, as Linux counts it."""
-    return int(STATUS.read_text().split("VmHWM:")[1].split()[0]) * 1024
+    return json.loads(result.stdout.splitlines()[-1])
 
 
 def child(work: str) -> None:
-    """The other side of `peak_memory`: run one engine once, print what it took on top of torch."""
-    before = peak_bytes()
+    """The other side of `process_memory`: run one engine once, print what it took beyond torch.
+
+    The weights are held to the end. What they need shows only after a run: pages of a file that
+    is mapped are not resident before somebody reads them.
+    """
+    before = memory("VmRSS")
     name, fields, folder = json.loads(work)
     job = Job(**fields)
     torch.set_num_threads(job.threads)
-    run_once(name, load(name, job, Path(folder)), job)
-    print(peak_bytes() - before)
+    model = load(name, job, Path(folder))
+    run_once(name, model, job)
+    peak, held = memory("VmHWM") - before, memory("VmRSS") - before
+    trimmed = memory("VmRSS") - before if release_memory() else None
+    print(json.dumps(dict(zip(MEMORY, (peak, held, trimmed), strict=True))))
 
 
 if __name__ == "__main__":

@@ -10,15 +10,15 @@ from pathlib import Path
 from statistics import median
 
 from . import __version__
-from .bench import LAB, OURS, SEED, THEIRS, UNCACHED, Job
+from .bench import LAB, OURS, QUANTIZED, SEED, THEIRS, UNCACHED, Job
+from .bench_memory import MEMORY
 
 
-def summarize(job: Job, runs: dict, ceilings: list[float], step_bytes, memory: dict) -> dict:
+def summarize(job: Job, runs: dict, ceilings: list[float], step_bytes, sizes: dict) -> dict:
     """The report, of medians; ValueError when decode seems to read faster than the memory can."""
     ceiling, share, engines = median(ceilings), None, {}
     for name, given in runs.items():
-        engines[name] = figures(job, [marks for marks, _ in given])
-        engines[name]["peak_memory_bytes"] = memory[name]
+        engines[name] = figures(job, [marks for marks, _ in given]) | sizes[name]
     if job.batch == 1:
         share = step_bytes / engines[OURS]["decode_step_s"] / ceiling
         if share > 1:
@@ -53,12 +53,18 @@ def figures(job: Job, marks: list[list[float]]) -> dict:
 
 
 def ratios(job: Job, engines: dict) -> dict:
-    """For each other engine, how many times our time it takes, where the two can be compared."""
-    compared, ours = {UNCACHED: ["total"], THEIRS: ["total"]}, engines[OURS]
-    if not job.mixed:  # mixed: other rows in the same step, other times
-        compared[THEIRS] = ["first_token", "decode_step", "total"]
+    """For each other engine, how many times our time it takes, where the two can be compared.
+
+    For a quantized engine also how many times the bytes of weights.
+    """
+    times = ["first_token_s", "decode_step_s", "total_s"]
+    if job.mixed:  # other rows in the same step, other times
+        times = ["total_s"]
+    keys = {UNCACHED: ["total_s"], THEIRS: times}
+    keys |= dict.fromkeys(QUANTIZED, [*times, "weight_bytes"])
+    ours = engines[OURS]
     return {
-        name: {key: row[f"{key}_s"] / ours[f"{key}_s"] for key in compared[name]}
+        name: {key.rpartition("_")[0]: row[key] / ours[key] for key in keys[name]}
         for name, row in engines.items()
         if name != OURS
     }
@@ -102,8 +108,11 @@ def draw(report: dict, path: str) -> None:
         "decode (tokens/s)": ("decode_tokens_per_s", 1),
         "peak memory (MB)": ("peak_memory_bytes", 1e-6),
     }
-    figure = Figure(figsize=(11, 2.6), layout="constrained")
-    for ax, (title, (key, unit)) in zip(figure.subplots(1, 3), panels.items(), strict=True):
+    if report["job"]["quantize"]:
+        panels["weights (MB)"] = ("weight_bytes", 1e-6)
+    figure = Figure(figsize=(11 if len(panels) == 3 else 17, 2.6), layout="constrained")
+    axes = figure.subplots(1, len(panels))
+    for ax, (title, (key, unit)) in zip(axes, panels.items(), strict=True):
         values = [(row[key] or 0) * unit for row in report["engines"].values()]
         names = [name.replace(", ", ",\n") for name in report["engines"]]
         ax.bar_label(ax.bar(names, values, color="#3b7dd8"), fmt="%.4g")
@@ -114,19 +123,23 @@ def draw(report: dict, path: str) -> None:
 def bench_table(report: dict) -> str:
     """The report of `bench` for people."""
     job = Job(**report["job"])
-    cells = [["", "first token", "prefill", "decode step", "decode", "total", "peak memory*"]]
-    cells += [engine_cells(name, row) for name, row in report["engines"].items()]
+    cells = [["", "first token", "prefill", "decode step", "decode", "total"]]
+    cells += [time_cells(name, row) for name, row in report["engines"].items()]
     if job.mixed:
         cells = [row[:3] + row[4:] for row in cells]  # no two steps are alike
-    lines = [*heading(job, report), ""]
-    lines += [f"{row[0]:<18}" + "".join(f"{cell:>13}" for cell in row[1:]) for row in cells]
-    lines += ["* of a process of its own, beyond Python with torch"]
+    lines = [*heading(job, report), "", *aligned(cells)]
     if job.mixed:
         lines += [
             "prefill and decode count each row's own tokens, no padding and none after its end;"
         ]
         lines += ["decode is all of them after the first, by the time after the first"]
-    return "\n".join([*lines, "", *comparison(report), ceiling_line(report)])
+    lines += ["", *memory_lines(report), ""]
+    return "\n".join([*lines, *comparison(report), ceiling_line(report)])
+
+
+def aligned(cells: list[list[str]]) -> list[str]:
+    """The rows of a table, all but the names to the right."""
+    return [f"{row[0]:<18}" + "".join(f"{cell:>13}" for cell in row[1:]) for row in cells]
 
 
 def heading(job: Job, report: dict) -> list[str]:
@@ -136,24 +149,38 @@ def heading(job: Job, report: dict) -> list[str]:
     versions = ", ".join(f"{name} {number}" for name, number in where["versions"].items())
     mixed = f"{min(lengths)} to {max(lengths)} tokens + {min(new)} to {max(new)} new"
     tokens = mixed if job.mixed else f"{job.prompt_length} tokens + {job.new_tokens} new"
+    short = " (quantized: bfloat16)" if job.quantize else ""
     return [
-        f"{job.model}: {job.batch} x {tokens}, {job.dtype}, {job.threads} threads, "
-        f"seed {report['seed']}, medians of {job.repeat} runs",
+        f"{job.model}: {job.batch} x {tokens}, {job.dtype}{short}, "
+        f"{job.threads} threads, seed {report['seed']}, medians of {job.repeat} runs",
         f"{where['cpu']}, {where['cores']} cores; {versions}",
     ]
 
 
-def engine_cells(name: str, row: dict) -> list[str]:
-    """One engine's line."""
-    first, prefill, step, decode, total, peak = row.values()
+def time_cells(name: str, row: dict) -> list[str]:
+    """One engine's times."""
+    step = row["decode_step_s"]
     return [
         name,
-        f"{first * 1e3:.2f} ms",
-        f"{prefill:.0f} tok/s",
+        f"{row['first_token_s'] * 1e3:.2f} ms",
+        f"{row['prefill_tokens_per_s']:.0f} tok/s",
         "" if step is None else f"{step * 1e3:.2f} ms",
-        f"{decode:.1f} tok/s",
-        f"{total * 1e3:.1f} ms",
-        "not measured" if peak is None else f"{peak / 1e6:.0f} MB",
+        f"{row['decode_tokens_per_s']:.1f} tok/s",
+        f"{row['total_s'] * 1e3:.1f} ms",
+    ]
+
+
+def memory_lines(report: dict) -> list[str]:
+    """The table of weights and memory, and what its columns mean."""
+    cells = [["", "weights", "peak*", "held*", "trimmed**"]]
+    for name, row in report["engines"].items():
+        sizes = [row[key] for key in ("weight_bytes", *MEMORY)]
+        told = ["not measured" if n is None else f"{n / 1e6:.1f} MB" for n in sizes]
+        cells.append([name, *told])
+    return [
+        *aligned(cells),
+        "* of a process of its own, beyond Python with torch: the most, and after one run",
+        "** after that run, once malloc has given freed memory back to the system",
     ]
 
 
@@ -162,13 +189,13 @@ def comparison(report: dict) -> list[str]:
     lines, ratios = [], report["ratios"]
     if uncached := ratios.get(UNCACHED):
         lines += [f"whole generation, cached : not cached = 1 : {uncached['total']:.2f}"]
-    if theirs := ratios.get(THEIRS):
-        words = {"first_token": "to the first token", "decode_step": "per step"}
-        words["total"] = "in total"
-        parts = [f"{ratio:.2f} : 1 {words[key]}" for key, ratio in theirs.items()]
-        lines += ["transformers : minillm = " + ", ".join(parts)]
-        equal = report["equal_ids"]
-        lines += [f"greedy new ids equal to transformers': {equal['equal']} of {equal['of']}"]
+    words = {"first_token": "to the first token", "decode_step": "per step", "total": "in total"}
+    words["weight"] = "in bytes of weights"
+    for name in [name for name in ratios if name != UNCACHED]:
+        parts = [f"{n:.2f} : 1 {words[key]}" for key, n in ratios[name].items()]
+        lines += [f"{name} : minillm = {', '.join(parts)}"]
+    if ids := report.get("equal_ids"):
+        lines += [f"greedy new ids equal to transformers': {ids['equal']} of {ids['of']}"]
     return lines
 
 
@@ -176,7 +203,7 @@ def ceiling_line(report: dict) -> str:
     """The memory's speed, and what decode makes of it."""
     line = f"memory ceiling {report['ceiling_bytes_per_s'] / 1e9:.1f} GB/s"
     if size := report["bytes_per_step"]:
-        line += f", a decode step reads {size / 1e6:.1f} MB"
+        line += f", a decode step of minillm reads {size / 1e6:.1f} MB"
     if share := report["share_of_ceiling"]:
         line += f": {share:.0%} of the ceiling"
     return line

@@ -6,12 +6,17 @@ import os
 import sys
 import warnings
 
+BITS = ["int8", "int4"]
+SMALLER = "run on weights of 8 or 4 bits: less memory, nearly the same numbers"
+
 
 def main(arguments: list[str] | None = None) -> int:
     """Run one command; a bad input is one line on stderr and exit code 2."""
     options = parser().parse_args(arguments)
     try:
-        options.run(options)
+        with warnings.catch_warnings():
+            warnings.showwarning = show_warning
+            options.run(options)
     except BrokenPipeError:  # the reader, such as `head`, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
@@ -22,6 +27,11 @@ def main(arguments: list[str] | None = None) -> int:
         print(file=sys.stderr)
         return 130
     return 0
+
+
+def show_warning(message, *_, **__) -> None:
+    """A warning as one line on stderr, without the place in the code that it comes from."""
+    print(f"minillm: {' '.join(str(message).split())}", file=sys.stderr)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -36,6 +46,7 @@ def parser() -> argparse.ArgumentParser:
     command.add_argument(
         "--model", "-m", default="fairytale", help="a name, a directory, a GGUF file or a hub id"
     )
+    command.add_argument("--quantize", choices=BITS, help=SMALLER)
     command.add_argument("--max-new-tokens", "-n", type=int, default=100)
     command.add_argument("--temperature", type=float, default=0.0, help="0 (default) is greedy")
     command.add_argument("--top-k", type=int, default=0, help="keep the k best tokens; 0: all")
@@ -60,6 +71,7 @@ def parser() -> argparse.ArgumentParser:
 
     command = commands.add_parser("chat", help="talk with a model that was trained to answer")
     command.add_argument("--model", "-m", default="smollm2", help="a name, a path or a hub id")
+    command.add_argument("--quantize", choices=BITS, help=SMALLER)
     command.add_argument("--system", help="what the model is told before the first message")
     command.add_argument("--max-new-tokens", "-n", type=int, default=400, help="for each answer")
     command.add_argument("--temperature", type=float, default=0.0, help="0 (default) is greedy")
@@ -97,6 +109,13 @@ def parser() -> argparse.ArgumentParser:
     command.add_argument("--repeat", type=int, default=5, help="runs, of which the medians count")
     command.add_argument("--against", choices=["transformers"], help="the same by someone else")
     command.add_argument("--no-cache", action="store_true", help="also without the KV cache")
+    command.add_argument(
+        "--quantize",
+        nargs="+",
+        choices=BITS,
+        default=[],
+        help="also on weights of 8 or 4 bits, in bfloat16; with --dtype bfloat16 beside plain bfloat16",
+    )
     command.add_argument("--json", action="store_true", help="print the report for machines")
     command.add_argument("--plot", metavar="FILE", help="draw a figure into this file")
     command.set_defaults(run=bench)
@@ -111,7 +130,7 @@ def generate(options) -> None:
 
     fields = SamplingParams.__dataclass_fields__
     params = SamplingParams(**{name: getattr(options, name) for name in fields})
-    pieces = LLM(options.model).stream(options.prompt, params)
+    pieces = LLM(options.model, quantize=options.quantize).stream(options.prompt, params)
     if not options.stream:
         pieces = iter(["".join(pieces)])
     first = next(pieces, "")  # what fails at once fails here, before anything is printed
@@ -128,7 +147,7 @@ def chat(options) -> None:
 
     names = ("max_new_tokens", "temperature", "top_p", "seed")
     params = SamplingParams(**{name: getattr(options, name) for name in names})
-    llm, start = LLM(options.model), []
+    llm, start = LLM(options.model, quantize=options.quantize), []
     if options.system:
         start = [{"role": "system", "content": options.system}]
     llm.chat_ids([*start, {"role": "user", "content": "Hi"}], params)  # can it chat at all?

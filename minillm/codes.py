@@ -18,25 +18,26 @@ def check_weight(weight):
             f"expected a matrix of floating point numbers, [out, in], "
             f"got {weight.dtype} of shape {list(weight.shape)}"
         )
-    if not weight.float().isfinite().all():
+    if weight.is_meta or not (weight.float().abs() < 1e38).all():
         raise ValueError(
-            "the weights hold NaN or infinity (in fp32), and no scale reaches "
-            "that: look where they come from before you quantize them"
+            "the weights hold NaN or infinity (or numbers beyond 1e38, or none at all, on "
+            "the meta device), and no scale reaches that: look where they come from"
         )
 
 
-def check_group(width, group_size):
-    """ValueError for a group size that does not cut a row into whole groups."""
-    whole = isinstance(group_size, int) and not isinstance(group_size, bool)
-    if not whole or group_size < 1 or width % group_size:
+# %% ../notebooks/09_quantization.ipynb #storable
+def check_dtype(dtype):
+    """ValueError for a dtype whose range is too short for scales."""
+    if dtype not in (torch.float32, torch.bfloat16):
         raise ValueError(
-            f"rows of {width} numbers cannot be cut into groups of {group_size!r}: "
-            f"choose a group size that divides {width}"
+            f"dtype is {dtype!r}, and the scales of a quantized model need the range of "
+            f"torch.float32: take that, or torch.bfloat16, which has it too"
         )
 
 
 def storable(scales, dtype):
     """Scales in the dtype they are kept in; 0 where a number is too small for it."""
+    check_dtype(dtype)
     tiny = torch.finfo(torch.float32).tiny  # bf16 has the same range
     return torch.where(scales < tiny, 0, scales).to(dtype)
 
@@ -57,12 +58,23 @@ def quantize_int8(weight: torch.Tensor, dtype=torch.float32):
     rows = weight.float()
     scales = storable(rows.abs().amax(dim=1) / 127, dtype)  # [out, in] -> [out]
     codes = rows / divisor(scales)[:, None]  # [out, in], in steps
-    return codes.round().clamp(-127, 127).to(torch.int8), scales
+    return codes.round_().clamp_(-127, 127).to(torch.int8), scales
 
 
 def dequantize_int8(codes, scales):
     """The weights that the codes stand for, [out, in], in the scales' dtype."""
     return (codes.float() * scales.float()[..., None]).to(scales.dtype)
+
+
+# %% ../notebooks/09_quantization.ipynb #check-group
+def check_group(width, group_size):
+    """ValueError for a group size that does not cut a row into whole groups."""
+    whole = isinstance(group_size, int) and not isinstance(group_size, bool)
+    if not whole or group_size < 1 or width % group_size:
+        raise ValueError(
+            f"rows of {width} numbers cannot be cut into groups of {group_size!r}: "
+            f"choose a group size that divides {width}"
+        )
 
 
 # %% ../notebooks/09_quantization.ipynb #quantize-int4
@@ -78,13 +90,11 @@ def quantize_int4(weight: torch.Tensor, group_size: int = 32, dtype=torch.float3
     groups = weight.float().unflatten(1, (-1, group_size))  # -> [out, groups, size]
     low, high = (end.double() for end in groups.aminmax(dim=-1))  # [out, groups]
     zeros = (low + 8 * (high - low) / 15).to(dtype)
-    scales = (high - low) / 15
-    # a rounded zero may leave an end more than half a step outside: widen the step
-    outside = torch.maximum((high - zeros) / 7.5, (zeros - low) / 8.5)
-    scales = torch.where(outside > scales, 1.01 * outside, scales)
-    scales = storable(scales, dtype)
+    # a rounded zero may leave an end more than half a step outside: wider steps then
+    needed = torch.maximum((high - zeros) / 7.5, (zeros - low) / 8.5)
+    scales = storable(torch.maximum((high - low) / 15, 1.01 * needed), dtype)
     steps = (groups - zeros.float()[..., None]) / divisor(scales)[..., None]
-    codes = (steps.round() + 8).clamp(0, 15).to(torch.uint8)
+    codes = steps.round_().add_(8).clamp_(0, 15).to(torch.uint8)
     return codes.flatten(1), scales, zeros  # [out, groups, size] -> [out, in]
 
 
@@ -108,6 +118,11 @@ def pack(codes: torch.Tensor) -> torch.Tensor:
 
 
 def unpack(packed: torch.Tensor, width: int) -> torch.Tensor:
-    """The codes again: [..., ⌈width/2⌉] -> [..., width], uint8."""
+    """The codes again: [..., ⌈width/2⌉] -> [..., width], uint8, or a ValueError."""
+    if packed.dtype != torch.uint8 or packed.shape[-1] != (width + 1) // 2:
+        raise ValueError(
+            f"{width} codes are packed in {(width + 1) // 2} bytes of uint8, "
+            f"got {packed.shape[-1]} of {packed.dtype}"
+        )
     halves = torch.stack([packed & 15, packed >> 4], dim=-1)  # [..., n/2, 2]
     return halves.flatten(-2)[..., :width]  # -> [..., n] -> [..., width]

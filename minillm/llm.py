@@ -150,6 +150,8 @@ class LLM:
             quantization = import_module("minillm.quantization")
             quantization.quantize_(self.model, bits, dtype=dtype)
         self.end_ids = read_end_ids(self.path)
+        if self.path.is_file():  # everything is read: let go of its pages
+            import_module("minillm.gguf").open_file.cache_clear()
         self.max_batch_size = max_batch_size
 
     def generate(

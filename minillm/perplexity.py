@@ -9,23 +9,30 @@ __all__ = ["token_losses", "perplexity"]
 import torch
 from torch.nn import functional as F
 
+from .kv_cache import check_sizes
+
 
 def token_losses(model, token_ids, window: int = 512) -> torch.Tensor:
     """-log p of each token but the first, in nats: n token ids -> [n - 1], fp32.
 
     The text is cut into windows that do not see each other, so that it may be longer
-    than the context. ValueError for fewer than two tokens.
+    than the context. ValueError for fewer than two tokens, an
+    id outside the vocabulary, and a window below 1.
     """
+    check_sizes(window=window)
     ids = torch.as_tensor(token_ids)
-    if ids.dim() != 1 or len(ids) < 2:
+    if ids.dim() != 1 or len(ids) < 2 or ids.is_floating_point():
         raise ValueError(
-            f"a loss needs a row of at least two token ids, got {list(ids.shape)}: the "
-            f"first is only looked at, the second is the first that is predicted"
+            f"a loss needs a row of at least two token ids, got {ids.dtype} of "
+            f"{list(ids.shape)}: the first is only looked at, the next is predicted"
         )
+    ids = ids.long()
     losses = []
     for start in range(0, len(ids) - 1, window):
         piece = ids[start : start + window + 1]  # the last one is only predicted
         logits = model(piece[None, :-1])[0]  # [1, T] -> [1, T, V] -> [T, V]
+        if not 0 <= piece[-1] < logits.shape[-1]:  # the model has not seen this one
+            raise ValueError(f"token id {piece[-1]} is outside the vocabulary")
         losses.append(F.cross_entropy(logits.float(), piece[1:], reduction="none"))
     return torch.cat(losses)  # [n - 1]
 

@@ -4,6 +4,7 @@
 
 # %% auto #0
 __all__ = [
+    "release_memory",
     "quantize_",
     "save_quantized",
     "load_quantized",
@@ -15,6 +16,8 @@ __all__ = [
 ]
 
 # %% ../notebooks/09_quantization.ipynb #imports
+import ctypes
+import os
 import warnings
 from pathlib import Path
 
@@ -22,10 +25,18 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from .codes import check_group, check_weight, pack, quantize_int4, quantize_int8, unpack
+from .codes import (
+    check_dtype,
+    check_group,
+    check_weight,
+    pack,
+    quantize_int4,
+    quantize_int8,
+    unpack,
+)
 from .language_model import LanguageModel
 from .quantized_layers import Int4Linear, Int8Linear, QuantizedEmbedding, QuantizedLinear
-from .weights import put, read_safetensors
+from .weights import check_tensor, put, read_safetensors
 
 _all_ = ["quantize_int8", "quantize_int4", "pack", "unpack", "QuantizedLinear"]
 
@@ -40,7 +51,7 @@ def is_skipped(name, skip):
 
 def plan(model, bits, group_size, skip):
     """Which modules get how many bits, {name: bits}; ValueError where one cannot."""
-    if bits not in (8, 4):
+    if type(bits) is not int or bits not in (8, 4):
         raise ValueError(f"bits is {bits!r}, expected 8 or 4")
     if any(isinstance(module, QuantizedLinear) for module in model.modules()):
         raise ValueError(
@@ -84,6 +95,21 @@ def put_layer(model, name, layer):
     model.set_submodule(name, layer)
 
 
+# %% ../notebooks/09_quantization.ipynb #release-memory
+def release_memory() -> bool:
+    """Give freed memory back to the system; False where its allocator has no such call.
+
+    malloc keeps what was freed for the next time, and from outside the process looks
+    as large as before.
+    """
+    posix = os.name == "posix"  # only there can a process open itself
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if posix else None
+    if trim is None:  # glibc has it
+        return False
+    trim(0)
+    return True
+
+
 # %% ../notebooks/09_quantization.ipynb #quantize-model
 def quantize_(
     model: LanguageModel, bits: int = 8, group_size: int = 32, skip=(), dtype=None
@@ -98,6 +124,7 @@ def quantize_(
     """
     skip = [skip] if isinstance(skip, str) else list(skip)
     dtype, slow = dtype or next(model.parameters()).dtype, {}
+    check_dtype(dtype)
     for name, own in plan(model, bits, group_size, skip).items():
         if name == "lm_head" and model.config.tie_word_embeddings:
             continue  # it came with the table
@@ -108,15 +135,20 @@ def quantize_(
         put_layer(model, name, layer)
     for reason, names in slow.items():
         warnings.warn(
-            f"{reason}: {len(names)} layers, {names[0]} first, dequantize in every call",
+            f"{reason}: weights are dequantized in every call of {', '.join(names[:3])}"
+            f"{f' and {len(names) - 3} more' if len(names) > 3 else ''}",
             stacklevel=2,
         )
-    return model.to(dtype)
+    model.to(dtype)
+    release_memory()  # the weights that were replaced
+    return model
 
 
 # %% ../notebooks/09_quantization.ipynb #save-quantized
 def save_quantized(model: LanguageModel, path) -> None:
     """Write codes, scales, and all that is not quantized, to a safetensors file."""
+    if not any(isinstance(m, QuantizedLinear) for m in model.modules()):
+        raise ValueError("this model is not quantized: call quantize_ before you save it")
     tensors = dict(model.named_parameters())
     for name, layer in model.named_modules():
         if isinstance(layer, QuantizedLinear):
@@ -127,52 +159,90 @@ def save_quantized(model: LanguageModel, path) -> None:
 
 
 # %% ../notebooks/09_quantization.ipynb #rebuilt
+def rebuilt(name, module, parts):
+    """The layer that a file's parts make, in the place of a module, or a ValueError."""
+    out, width = module.weight.shape
+    groups = parts["scales"].shape[1:]  # none for int8, which has one scale for a row
+    wanted = {"codes": [out, width], "scales": [out]}
+    if "zeros" in parts:
+        wanted = {"codes": [out, (width + 1) // 2], "scales": [out, *groups]}
+        wanted["zeros"] = wanted["scales"]
+    if getattr(module, "bias", None) is not None:
+        wanted["bias"] = [out]
+    shapes = {part: list(tensor.shape) for part, tensor in parts.items()}
+    if shapes != wanted or len(groups) != ("zeros" in parts):
+        found = ", ".join(f"{part} {shape}" for part, shape in shapes.items())
+        raise ValueError(
+            f"the file holds {name} as {found}, and this model has a layer of "
+            f"[{out}, {width}] {'with' if 'bias' in wanted else 'without'} bias: "
+            f"its config is another one, or the file is broken"
+        )
+    if "zeros" in parts:
+        parts["codes"] = unpack(parts["codes"], width)
+    return (Int4Linear if "zeros" in parts else Int8Linear)(**parts)
+
+
+# %% ../notebooks/09_quantization.ipynb #read-layers
 PARTS = ("codes", "scales", "zeros", "bias")
 
 
-def rebuilt(model, name, tensors):
-    """The layer that a file's tensors make; ValueError where the model has no such place."""
-    try:
-        shape = model.get_submodule(name).weight.shape
-    except AttributeError:
-        raise ValueError(
-            f"the file holds codes for {name}, and this model has no plain layer of that "
-            f"name: fill a model of the same family that is not quantized yet"
-        ) from None
-    if "zeros" in tensors:
-        tensors["codes"] = unpack(tensors["codes"], shape[1])
-    if tensors["codes"].shape != shape:
-        raise ValueError(
-            f"the file holds {name} of shape {list(tensors['codes'].shape)}, "
-            f"this model has {list(shape)}: the config is another one"
-        )
-    return (Int4Linear if "zeros" in tensors else Int8Linear)(**tensors)
+def read_layers(model, stored):
+    """Take all quantized layers out of a file's tensors: {name: layer}, or ValueError."""
+    layers = {}
+    for name in [n.removesuffix(".codes") for n in stored if n.endswith(".codes")]:
+        place = name.removesuffix(".table")
+        tied = place == "lm_head" and model.config.tie_word_embeddings
+        try:
+            module = None if tied else model.get_submodule(place)
+        except AttributeError:
+            module = None
+        if not isinstance(module, nn.Linear | nn.Embedding):
+            raise ValueError(
+                f"the file holds codes for {place}, and this model has no layer of its "
+                f"own there: fill an unquantized model of the same config"
+            )
+        keys = {part: f"{name}.{part}" for part in PARTS if f"{name}.{part}" in stored}
+        if "scales" not in keys:
+            raise ValueError(f"the file holds no scales for {place}: it is not complete")
+        parts = {part: stored.pop(key) for part, key in keys.items()}
+        layers[place] = rebuilt(place, module, parts)
+    return layers
 
 
 # %% ../notebooks/09_quantization.ipynb #load-quantized
 def load_quantized(model: LanguageModel, path) -> LanguageModel:
     """Fill a model of the same config from such a file; its own weights do not matter.
 
-    ValueError where `save_quantized` did not write the file, or for another model.
+    ValueError, before anything has changed, where `save_quantized` did not write the
+    file, or for another model.
     """
-    stored = read_safetensors(Path(path))
+    stored, tied = read_safetensors(Path(path)), model.config.tie_word_embeddings
     if not any(name.endswith(".codes") for name in stored):
         raise ValueError(f"{path} holds no codes: save_quantized did not write it")
-    for name in [n.removesuffix(".codes") for n in stored if n.endswith(".codes")]:
-        keys = {part: f"{name}.{part}" for part in PARTS if f"{name}.{part}" in stored}
-        tensors = {part: stored.pop(key) for part, key in keys.items()}
-        place = name.removesuffix(".table")
-        put_layer(model, place, rebuilt(model, place, tensors))
-    wanted = dict(model.named_parameters()).keys()
-    if wanted != stored.keys():
+    layers = read_layers(model, stored)
+    replaced = {*layers, *(["lm_head"] if tied and "token_embedding" in layers else [])}
+    wanted = {
+        name: list(parameter.shape)
+        for name, parameter in model.named_parameters()
+        if name.rpartition(".")[0] not in replaced
+    }
+    if wanted.keys() != stored.keys():
+        missing, unexpected = (
+            wanted.keys() - stored.keys(),
+            stored.keys() - wanted.keys(),
+        )
         raise ValueError(
             f"{path} does not fit this model: missing "
-            f"{', '.join(sorted(wanted - stored.keys())[:3]) or 'nothing'}; unexpected "
-            f"{', '.join(sorted(stored.keys() - wanted)[:3]) or 'nothing'}"
+            f"{', '.join(sorted(missing)[:3]) or 'nothing'}; unexpected "
+            f"{', '.join(sorted(unexpected)[:3]) or 'nothing'}"
         )
+    for name, shape in wanted.items():
+        check_tensor(name, stored[name], shape)
+    for name, layer in layers.items():
+        put_layer(model, name, layer)
     for name, tensor in stored.items():
         module, _, parameter = name.rpartition(".")
         put(model.get_submodule(module), parameter, tensor, name, False, tensor.dtype)
-    if model.config.tie_word_embeddings and isinstance(model.lm_head, nn.Linear):
+    if tied and isinstance(model.lm_head, nn.Linear):
         model.lm_head.weight = model.token_embedding.weight
     return model

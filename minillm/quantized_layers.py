@@ -26,9 +26,10 @@ kernels = torch.ops.aten  # PyTorch's own operators; these are not documented
 
 def no_kernel(bits, width, group_size=None):
     """Why PyTorch's kernel for codes cannot run on such rows, or an empty text."""
-    name = "_weight_int8pack_mm" if bits == 8 else "_weight_int4pack_mm_for_cpu"
-    if not hasattr(kernels, name):
-        return f"PyTorch {torch.__version__} has no {name}"
+    names = ["_weight_int4pack_mm_for_cpu", "_convert_weight_to_int4pack_for_cpu"]
+    for name in names if bits == 4 else ["_weight_int8pack_mm"]:
+        if not hasattr(kernels, name):
+            return f"PyTorch {torch.__version__} has no {name}"
     if bits == 8 and width % 16:  # it would read beyond the end of a row
         return f"the int8 kernel takes rows that 16 divides, not {width}"
     if bits == 4 and group_size not in (32, 64, 128, 256):
@@ -74,13 +75,15 @@ class QuantizedLinear(nn.Module):
         return short and device.type == "cpu" and not self.no_kernel
 
     def forward(self, x):
-        rows = x.reshape(-1, self.in_features).contiguous()  # [..., in] -> [n, in]
-        if self.has_kernel(x.device, x.dtype):
-            y = self.multiply(rows)  # [n, out]
+        if x.shape[-1] != self.in_features:
+            raise ValueError(f"the layer takes rows of {self.in_features}, got {list(x.shape)}")
+        rows = x.flatten(0, -2) if x.dim() > 1 else x[None]  # [..., in] -> [n, in]
+        if len(rows) and self.has_kernel(x.device, x.dtype):
+            y = self.multiply(rows.contiguous())  # [n, out]
         else:
             y = F.linear(rows, self.dequantize().to(x.dtype))  # [n, out]
-        y = y if self.bias is None else y + self.bias
-        return y.view(*x.shape[:-1], -1)  # [n, out] -> [..., out]
+        y = y if self.bias is None else y + self.bias.to(x.dtype)
+        return y.view(*x.shape[:-1], self.out_features)  # [n, out] -> [..., out]
 
 
 # %% ../notebooks/09_quantization.ipynb #int8-linear
@@ -94,7 +97,8 @@ class Int8Linear(QuantizedLinear):
 
     def multiply(self, x):
         """x Wᵀ by the kernel, [n, in] -> [n, out]."""
-        return kernels._weight_int8pack_mm(aligned(x), self.codes, self.scales)
+        codes = aligned(self.codes)  # again: they may have moved
+        return kernels._weight_int8pack_mm(aligned(x), codes, self.scales)
 
     def dequantize(self):
         """The weights that the codes stand for, [out, in]."""

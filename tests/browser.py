@@ -10,7 +10,7 @@ import threading
 import time
 import urllib.request
 from collections.abc import Callable
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -110,20 +110,17 @@ def wait_for_server(server: subprocess.Popen, address: str, deadline: float) -> 
 
 
 def end(server: subprocess.Popen) -> None:
-    """Stop a server with its process group, then what is left of its kernels, which have their own."""
+    """Kill a server with its process group, and its kernels, which have their own.
+
+    A request to stop would take it seconds, and its folder goes with the test.
+    """
     family = psutil.Process(server.pid).children(recursive=True) if server.poll() is None else []
-    for force in (signal.SIGTERM, signal.SIGKILL):
-        try:
-            os.killpg(server.pid, force)
-            server.wait(timeout=10)
-            break
-        except ProcessLookupError:
-            break
-        except subprocess.TimeoutExpired:
-            continue
+    with suppress(ProcessLookupError):
+        os.killpg(server.pid, signal.SIGKILL)
+    for process in family:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
     server.wait(timeout=10)
-    for process in psutil.wait_procs(family, timeout=3)[1]:
-        process.kill()
 
 
 @contextmanager

@@ -2,15 +2,19 @@
 
 import os
 from collections import defaultdict
+from functools import lru_cache
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
+import gguf
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.utils.logging import disable_progress_bar
 
 from minillm.generation import Request, generate
+from minillm.gpt2 import GPT2
 from minillm.sampling import SamplingParams
 
 disable_progress_bar()
@@ -100,3 +104,39 @@ def save_reference(tmp_path):
         return model, folder
 
     return make
+
+
+@pytest.fixture(scope="session")
+def gpt2_124m(tmp_path_factory):
+    """The 124M shape with random weights: transformers' model, its folder, and ours from there.
+
+    Made once, to be looked at only. The weights are as large as the small random models' for this
+    width: 0.2 x the root of 32 / 768. With 0.2 the scores of twelve layers are in the hundreds, and
+    the noise of the last digit, which grows from layer to layer, reaches the tolerance (seen: 1.03 x
+    in layer 5).
+    """
+    shape = {"vocab_size": 50257, "n_positions": 1024, "n_embd": 768, "n_layer": 12, "n_head": 12}
+    folder = tmp_path_factory.mktemp("gpt2-124m")
+    reference = random_reference(seed=1, std=0.2 * (32 / 768) ** 0.5, **shape)
+    reference.save_pretrained(folder)
+    model = GPT2.from_pretrained(folder)
+    yield reference, folder, model
+    theirs, ours = load_file(folder / "model.safetensors"), GPT2.from_pretrained(folder)
+    assert len(theirs) > 100 and same_weights(reference.state_dict(), theirs)
+    assert same_weights(model.state_dict(), ours.state_dict())
+    (folder / "model.safetensors").unlink()
+
+
+def same_weights(given: dict, expected: dict) -> bool:
+    """True where a test left what it shares with others as it was."""
+    return all(torch.equal(given[name], tensor) for name, tensor in expected.items())
+
+
+@pytest.fixture(scope="session")
+def gguf_reader():
+    """The gguf package's reader, made once for each path: SmolLM2's file takes it two seconds.
+
+    Stands in for `gguf.GGUFReader` where a test reads the packaged file, which nobody writes to.
+    """
+    once = lru_cache(gguf.GGUFReader)
+    return lambda path: once(str(path))

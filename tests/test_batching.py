@@ -23,7 +23,6 @@ from minillm.weights import end_token_ids, resolve
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-GPT2_124M = {"vocab_size": 50257, "n_positions": 1024, "n_embd": 768, "n_layer": 12, "n_head": 12}
 KINDS = {  # fields of transformers' config, our kernel
     "tiny GPT-2": ({}, "sdpa"),
     "tiny, naive kernel": ({}, "naive"),
@@ -259,10 +258,9 @@ def test_the_random_models_do_not_repeat_themselves(kind):
     assert batched(rows, ORDERS[:1]) == "equal 1/1"
 
 
-def test_the_124m_shape_with_random_weights(matrix, monkeypatch):
-    """Weights as large for this width as the small models' (see test_real_size.py)."""
-    kind, std = "GPT-2 124M shape", 0.2 * (32 / 768) ** 0.5
-    monkeypatch.setitem(MODELS, kind, random_pair("sdpa", seed=1, std=std, **GPT2_124M))
+def test_the_124m_shape_with_random_weights(matrix, monkeypatch, gpt2_124m):
+    kind, (reference, _, model) = "GPT-2 124M shape", gpt2_124m
+    monkeypatch.setitem(MODELS, kind, (reference, model))
     sizes = zip(LENGTHS, [3, 4, 5, 4], strict=True)  # they end one after the other
     rows = [
         {"kind": kind, "prompt": tuple(2**9 * i + 7 for i in some_ids(n)), "max_new_tokens": m}

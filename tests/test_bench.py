@@ -9,11 +9,21 @@ import pytest
 import torch
 from transformers import GPT2LMHeadModel
 
-from minillm import bench, bench_report
+from minillm import bench, bench_memory, bench_report, quantization
 from minillm.bench import OURS, THEIRS, UNCACHED, Job
 from minillm.bench_report import bench_table
 from minillm.cli import main
 from minillm.gpt2 import GPT2, GPT2Config
+from minillm.quantization import release_memory
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+INT8, INT4 = "minillm int8", "minillm int4"
+SIZES = {
+    "peak_memory_bytes": 7_000_000,
+    "held_memory_bytes": 6_000_000,
+    "trimmed_memory_bytes": 5_000_000,
+}
 
 
 @pytest.fixture(autouse=True)
@@ -28,7 +38,7 @@ def unchanged_process(monkeypatch):
 @pytest.fixture
 def quick(monkeypatch):
     """No processes of their own, and a ceiling that a loaded machine cannot lower."""
-    monkeypatch.setattr(bench, "peak_memory", lambda name, job, folder: 5_000_000)
+    monkeypatch.setattr(bench, "process_memory", lambda name, job, folder: dict(SIZES))
     monkeypatch.setattr(bench, "measure_ceiling", lambda buffers: 1e15)
 
 
@@ -63,8 +73,35 @@ def test_bytes_per_step_of_gpt2_by_hand():
 def test_a_head_of_its_own_counts_instead_of_the_table():
     tied, untied = shape_only(), shape_only(tie_word_embeddings=False)
     assert bench.bytes_per_step(untied, 5) == bench.bytes_per_step(tied, 5)
+    assert bench.weight_bytes(tied) == 124_439_808 * 4  # what the world calls GPT-2 124M
+    assert bench.weight_bytes(untied) == (124_439_808 + 50257 * 768) * 4
 
 
+def test_what_lies_at_one_address_is_one_tensor():
+    """Two parameters on one table, as after a careless tying, take its memory once."""
+    model = torch.nn.ModuleList([torch.nn.Linear(3, 5), torch.nn.Linear(3, 5, bias=False)])
+    assert bench.weight_bytes(model) == (3 * 5 + 5 + 3 * 5) * 4
+    model[1].weight = torch.nn.Parameter(model[0].weight.detach())
+    assert bench.weight_bytes(model) == (3 * 5 + 5) * 4
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("name", [INT8, INT4])
+def test_bytes_of_codes_by_hand(name, tied, save_reference):
+    """Two layers 32 wide, 97 tokens, 64 positions; everything beside the codes in 2 bytes."""
+    _, folder = save_reference(tie_word_embeddings=tied)
+    model = bench.load(name, Job(), folder)
+    matrices, rows = 2 * 12 * 32**2, 2 * (3 + 1 + 4 + 1) * 32
+    table = 97 * 32 + 97 * 2  # always 8 bits, with a scale for each row
+    norms, positions = 5 * 2 * 32 * 2, 64 * 32 * 2
+    blocks = rows * 2  # biases
+    blocks += matrices + rows * 2 if name == INT8 else matrices // 2 + matrices // 32 * 2 * 2
+    assert bench.weight_bytes(model) == blocks + norms + positions + table * (1 if tied else 2)
+    kept = 2 * 2 * 32 * 10 * 2  # keys and values of 10 positions
+    assert bench.bytes_per_step(model, 10, batch=3) == blocks + norms + table + 3 * kept
+
+
+WEIGHTS = {INT8: 21_000_000, INT4: 12_000_000}  # of 80 MB
 RUNS = {  # start, first token, then the steps; the medians are no means
     OURS: [([0, 2, 3, 4, 9], [[1, 2, 3, 4]]), ([10, 14, 15, 16, 17], [[1, 2, 3, 4]])],
     UNCACHED: [([0, 2, 10, 20, 34], [[1, 2, 3, 4]]), ([0, 2, 10, 20, 30], [[1, 2, 3, 4]])],
@@ -72,11 +109,12 @@ RUNS = {  # start, first token, then the steps; the medians are no means
 }
 
 
-def summary(batch=1, ceilings=(30.0, 50.0, 1000.0), step_bytes=40, memory=7_000_000, runs=RUNS):
+def summary(batch=1, ceilings=(30.0, 50.0, 1000.0), step_bytes=40, memory=SIZES, runs=RUNS):
+    quantized = [name.split()[1] for name in runs if name in (INT8, INT4)]
     job = Job(prompt_length=6, new_tokens=4, batch=batch, against="transformers", no_cache=True)
-    return bench_report.summarize(
-        job, runs, list(ceilings), step_bytes, dict.fromkeys(runs, memory)
-    )
+    job.quantize = quantized
+    sizes = {name: memory | {"weight_bytes": WEIGHTS.get(name, 80_000_000)} for name in runs}
+    return bench_report.summarize(job, runs, list(ceilings), step_bytes, sizes)
 
 
 def test_medians_ratios_and_share_from_given_times():
@@ -87,7 +125,8 @@ def test_medians_ratios_and_share_from_given_times():
         "decode_step_s": 1,
         "decode_tokens_per_s": 1,
         "total_s": 8,
-        "peak_memory_bytes": 7_000_000,
+        "weight_bytes": 80_000_000,
+        **SIZES,
     }
     assert report["ratios"] == {
         THEIRS: {"first_token": 2, "decode_step": 2, "total": 33.5 / 8},
@@ -119,12 +158,48 @@ def test_the_table_says_it_all():
     assert "equal to transformers': 3 of 4" in text and "seed 0" in text
     for name in ("torch", "transformers", "minillm"):
         assert f"{name} {bench_report.machine(Job(against=THEIRS))['versions'][name]}" in text
-    row = next(line for line in text.splitlines() if line.startswith("transformers  "))
+    times, memory = rows_of(text, "transformers")
+    assert times == "transformers 6000.00 ms 1 tok/s 2000.00 ms 0.5 tok/s 33500.0 ms"
+    assert memory == "transformers 80.0 MB 7.0 MB 6.0 MB 5.0 MB"
+    assert "quantized" not in text and "int8" not in text
+    assert bench_table(summary(memory=dict.fromkeys(SIZES))).count("not measured") == 3 * 3
+
+
+def rows_of(text: str, name: str) -> list[str]:
+    """An engine's row in each table of a report, with single spaces."""
+    rows = [line for line in text.splitlines() if line.startswith(f"{name}  ")]
+    return [" ".join(row.split()) for row in rows]
+
+
+QUANTIZED_RUNS = RUNS | {  # other tokens than ours, and two or four times as fast
+    INT8: [([0, 6, 6.5, 7, 7.5], [[1, 9, 9, 9]])],
+    INT4: [([0, 1.5, 1.75, 2, 2.25], [[1, 2, 9, 9]])],
+}
+
+
+def test_ratios_of_quantized_engines_by_hand():
+    report, plain = summary(runs=QUANTIZED_RUNS), summary()
+    assert report["ratios"] == plain["ratios"] | {
+        INT8: {"first_token": 2, "decode_step": 0.5, "total": 7.5 / 8, "weight": 21 / 80},
+        INT4: {"first_token": 0.5, "decode_step": 0.25, "total": 2.25 / 8, "weight": 12 / 80},
+    }
+    for key in ("equal_ids", "bytes_per_step", "share_of_ceiling"):  # of the plain weights
+        assert report[key] == plain[key]
+    assert report["engines"][INT4]["weight_bytes"] == 12_000_000
+
+
+def test_the_table_of_quantized_engines():
+    text = bench_table(summary(runs=QUANTIZED_RUNS))
+    assert ", float32 (quantized: bfloat16), " in text.split("\n")[0]
     assert (
-        row.split()
-        == "transformers 6000.00 ms 1 tok/s 2000.00 ms 0.5 tok/s 33500.0 ms 7 MB".split()
-    )
-    assert bench_table(summary(memory=None)).count("not measured") == 3
+        "minillm int8 : minillm = 2.00 : 1 to the first token, 0.50 : 1 per step, "
+        "0.94 : 1 in total, 0.26 : 1 in bytes of weights\n"
+    ) in text
+    assert "0.28 : 1 in total, 0.15 : 1 in bytes of weights\n" in text
+    times, memory = rows_of(text, INT4)
+    assert times == "minillm int4 1500.00 ms 4 tok/s 250.00 ms 4.0 tok/s 2250.0 ms"
+    assert memory == "minillm int4 12.0 MB 7.0 MB 6.0 MB 5.0 MB"
+    assert "a decode step of minillm reads" in text
 
 
 def test_mixed_lengths_by_hand():
@@ -151,8 +226,8 @@ MIXED_RUNS = {  # a prompt of 1 token with 4 new ones, and one of 8 with 2
 def mixed_summary():
     fields = {"prompt_length": 8, "new_tokens": 4, "batch": 2, "mixed": True}
     job = Job(**fields, against="transformers", no_cache=True)
-    memory = dict.fromkeys(MIXED_RUNS, 7_000_000)
-    return bench_report.summarize(job, MIXED_RUNS, [50.0], None, memory)
+    sizes = {name: SIZES | {"weight_bytes": 80_000_000} for name in MIXED_RUNS}
+    return bench_report.summarize(job, MIXED_RUNS, [50.0], None, sizes)
 
 
 def test_mixed_rows_count_their_own_tokens_and_compare_in_total_only():
@@ -163,7 +238,8 @@ def test_mixed_rows_count_their_own_tokens_and_compare_in_total_only():
         "decode_step_s": None,
         "decode_tokens_per_s": (3 + 1) / 6,  # after the first token of each row
         "total_s": 9,
-        "peak_memory_bytes": 7_000_000,
+        "weight_bytes": 80_000_000,
+        **SIZES,
     }
     assert report["ratios"] == {THEIRS: {"total": 2}, UNCACHED: {"total": 4}}
     assert report["equal_ids"] == {"equal": 5, "of": 6}
@@ -178,8 +254,9 @@ def test_the_table_of_mixed_rows_says_what_its_numbers_are():
     assert "cached : not cached = 1 : 4.00" in text and "equal to transformers': 5 of 6" in text
     assert "decode is all of them after the first, by the time after the first" in text
     assert "step" not in text and "step" in bench_table(summary(batch=2))
-    row = next(line for line in text.splitlines() if line.startswith("transformers  "))
-    assert row.split() == "transformers 4000.00 ms 2 tok/s 0.3 tok/s 18000.0 ms 7 MB".split()
+    times, memory = rows_of(text, "transformers")
+    assert times == "transformers 4000.00 ms 2 tok/s 0.3 tok/s 18000.0 ms"
+    assert memory == "transformers 80.0 MB 7.0 MB 6.0 MB 5.0 MB"
 
 
 # ---- measuring
@@ -290,6 +367,10 @@ def test_a_cache_is_used_unless_it_is_refused_and_rows_leave(save_reference):
     seen.clear()
     bench.run_once(UNCACHED, model, mixed)
     assert seen == [[3, 7], [3, 8], [2, 9], [2, 10], [2, 11], [1, 12], [1, 13], [1, 14], [1, 15]]
+    seen.clear()
+    bench.run_once(INT8, model, mixed)
+    bench.run_once(INT8, model, Job(prompt_length=7, new_tokens=3))
+    assert seen == [[3, 7], [3, 1]] + [[2, 1]] * 3 + [[1, 1]] * 4 + [[1, 7], [1, 1], [1, 1]]
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -298,6 +379,17 @@ def test_dtype_reaches_both_engines(dtype):
     for name in job.engines:
         model = bench.load(name, job, bench.resolve(job.model))
         assert {p.dtype for p in model.parameters()} == {getattr(torch, dtype)}
+
+
+def test_a_quantized_engine_is_made_of_the_exact_weights(save_reference):
+    """In bfloat16 whatever the job's dtype; no weight is off by more than half a step."""
+    reference, folder = save_reference()
+    model = bench.load(INT8, Job(dtype="float16"), folder)
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    layer, theirs = model.blocks[1].mlp.down, reference.transformer.h[1].mlp.c_proj
+    scales = layer.scales.float()[:, None]  # [out, 1]
+    steps = (layer.codes * scales - theirs.weight.detach().t()) / scales  # [out, in]
+    assert 0.45 < steps.abs().max() < 0.501
 
 
 def test_random_weights_are_a_folder_that_transformers_reads(tmp_path):
@@ -317,17 +409,46 @@ def test_random_weights_are_a_folder_that_transformers_reads(tmp_path):
     assert torch.allclose(ours, expected, atol=1e-5 * expected.abs().max().item())
 
 
-def test_peak_memory_of_a_process_of_its_own(monkeypatch, tmp_path):
-    """At least the weights in float32, and far less than Python with torch."""
+def test_memory_of_processes_of_their_own(monkeypatch, tmp_path):
+    """At least the weights, and far less than Python with torch; int8 saves what its codes do."""
     if not bench.STATUS.exists():
         pytest.skip("only Linux says how much memory a process ever had")
     job, folder = Job(prompt_length=5, new_tokens=3, threads=1), bench.resolve("fairytale")
-    weights = sum(p.nbytes for p in bench.load(OURS, job, folder).parameters())
-    assert weights < bench.peak_memory(OURS, job, folder) < weights + 100e6
+    weights, told = {}, {}
+    for name in (OURS, INT8):
+        weights[name] = bench.weight_bytes(bench.load(name, job, folder))
+        told[name] = bench.process_memory(name, job, folder)
+        peak, held, trimmed = told[name].values()
+        assert weights[name] < trimmed <= held <= peak < weights[OURS] + 100e6
+    saved = told[OURS]["trimmed_memory_bytes"] - told[INT8]["trimmed_memory_bytes"]
+    assert saved > 0.8 * (weights[OURS] - weights[INT8]) > 10e6
     with pytest.raises(ValueError, match="measuring the memory of minillm failed: .*config.json"):
-        bench.peak_memory(OURS, job, tmp_path)
+        bench.process_memory(OURS, job, tmp_path)
     monkeypatch.setattr(bench, "STATUS", tmp_path / "nothing")
-    assert bench.peak_memory(OURS, job, folder) is None
+    assert set(bench.process_memory(OURS, job, folder).values()) == {None}
+
+
+def test_trimming_gives_back_what_malloc_kept():
+    """Freed blocks below one that is still in use stay resident until then."""
+    if not bench.STATUS.exists() or not release_memory():
+        pytest.skip("no /proc, or no malloc_trim")
+    blocks = [torch.ones(25_000) for _ in range(1000)]  # 100 MB, each too small for a mapping
+    full = bench_memory.memory("VmRSS")
+    del blocks[:-1]
+    kept = bench_memory.memory("VmRSS")
+    assert release_memory() and full - kept < 20e6, "it proves little"
+    assert kept - bench_memory.memory("VmRSS") > 80e6
+
+
+def test_without_malloc_trim_nothing_is_said_about_it(monkeypatch, capsys):
+    """As on Alpine Linux: /proc is there, the call is not."""
+    if not bench.STATUS.exists():
+        pytest.skip("only Linux says how much memory a process has")
+    monkeypatch.setattr(quantization.ctypes, "CDLL", lambda name: object())
+    job = Job(prompt_length=5, new_tokens=2, threads=1)
+    bench.child(json.dumps([OURS, dataclasses.asdict(job), str(bench.resolve("fairytale"))]))
+    told = json.loads(capsys.readouterr().out)
+    assert told["trimmed_memory_bytes"] is None and told["peak_memory_bytes"] > 0
 
 
 # ---- the command
@@ -357,6 +478,47 @@ def test_json_of_mixed_rows(quick, capsys):
     assert report["bytes_per_step"] is None  # no two steps are alike
 
 
+def test_json_of_quantized_engines(quick, capsys, save_reference):
+    """Both, once each, after ours, and beside everything else; their ids are their own."""
+    _, folder = save_reference()
+    more = ["--quantize", "int4", "int8", "int8", "--no-cache", "--against", "transformers"]
+    report = report_of(capsys, "--model", folder, *more)
+    assert list(report["engines"]) == [OURS, INT8, INT4, UNCACHED, THEIRS]
+    assert report["equal_ids"] == {"equal": 9, "of": 9}
+    for name in (INT8, INT4):
+        ratios, row = report["ratios"][name], report["engines"][name]
+        assert list(ratios) == ["first_token", "decode_step", "total", "weight"]
+        assert ratios["weight"] == row["weight_bytes"] / report["engines"][OURS]["weight_bytes"]
+        assert row["first_token_s"] > 0 and row["decode_step_s"] > 0
+    assert 0.2 < report["ratios"][INT4]["weight"] < report["ratios"][INT8]["weight"] < 0.4
+    assert bench_table(report).count("minillm int8") == 3
+
+
+def test_quantized_engines_on_mixed_rows(quick, capsys):
+    report = report_of(capsys, "--batch", 8, "--mixed", "--quantize", "int8")
+    assert list(report["engines"]) == [OURS, INT8]
+    assert list(report["ratios"][INT8]) == ["total", "weight"]
+    assert "minillm int8 : minillm = " in bench_table(report)
+
+
+def test_layers_without_a_kernel_are_told_in_one_line(quick, capsys, save_reference):
+    _, folder = save_reference(n_embd=24)
+    small = ["--prompt-length", "3", "--new-tokens", "2", "--repeat", "1", "--threads", "1"]
+    assert main(["bench", "-m", str(folder), "--quantize", "int8", *small]) == 0
+    err = capsys.readouterr().err
+    assert err.startswith("minillm: the int8 kernel takes rows that 16 divides, not 24: ")
+    assert err.count("\n") == 1
+
+
+def test_weights_that_cannot_be_quantized_are_one_line(quick, capsys, save_reference):
+    _, folder = save_reference(n_embd=24)
+    small = ["--prompt-length", "3", "--new-tokens", "2", "--repeat", "1"]
+    assert main(["bench", "-m", str(folder), "--quantize", "int4", *small]) == 2
+    out, err = capsys.readouterr()
+    assert not out and err.count("\n") == 1
+    assert err.startswith("minillm: blocks.0.") and "24" in err
+
+
 def test_alone_it_needs_no_transformers(quick, capsys, monkeypatch):
     monkeypatch.setattr(bench, "find_spec", lambda name: None)
     report = report_of(capsys, "--model", "fairytale")
@@ -381,9 +543,11 @@ def test_plot_draws_a_figure(quick, capsys, tmp_path):
     path = tmp_path / "bench.png"
     report_of(capsys, "--plot", path)
     assert path.read_bytes().startswith(b"\x89PNG")
-    report = summary(memory=None)
+    report = summary(memory=dict.fromkeys(SIZES), runs=QUANTIZED_RUNS)
     bench_report.draw(report, str(tmp_path / "bench.svg"))
-    assert "<!-- no cache -->" in (tmp_path / "bench.svg").read_text()  # beside the outlines
+    text = (tmp_path / "bench.svg").read_text()
+    for shown in ("no cache", "minillm int8", "weights (MB)", "12"):
+        assert f"<!-- {shown} -->" in text, shown  # beside the outlines
 
 
 def test_a_wrong_ceiling_fails_the_command(quick, capsys, monkeypatch):
@@ -418,7 +582,7 @@ BAD = [
 
 @pytest.mark.parametrize(("arguments", "said"), BAD, ids=[" ".join(a) for a, _ in BAD])
 def test_bad_input_is_one_line_before_any_measuring(arguments, said, capsys, monkeypatch):
-    for name in ("peak_memory", "load", "take_turns", "write_random"):
+    for name in ("process_memory", "load", "take_turns", "write_random"):
         monkeypatch.delattr(bench, name)
     assert main(["bench", *arguments]) == 2
     out, err = capsys.readouterr()
@@ -427,11 +591,21 @@ def test_bad_input_is_one_line_before_any_measuring(arguments, said, capsys, mon
     assert not Path("picture.xyz").exists() and not Path("picture").exists()
 
 
-@pytest.mark.parametrize("arguments", [["--dtype", "int8"], ["--against", "x"], ["--batch", "two"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--dtype", "int8"],
+        ["--against", "x"],
+        ["--batch", "two"],
+        ["--quantize", "int3"],
+        ["--quantize", "int8", "int3"],
+        ["--quantize"],
+    ],
+)
 def test_unknown_choices_end_at_the_parser(arguments, capsys):
     with pytest.raises(SystemExit) as stopped:
         main(["bench", *arguments])
-    assert stopped.value.code == 2 and arguments[1] in capsys.readouterr().err
+    assert stopped.value.code == 2 and arguments[-1] in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -4,12 +4,15 @@ import json
 import re
 import subprocess
 import sys
+import warnings
 
 import pytest
 
 import minillm
 from minillm.cli import main
 from minillm.weights import resolve
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def run(*arguments) -> tuple[int, str, str]:
@@ -119,6 +122,40 @@ def test_without_streaming_the_text_is_the_same_and_comes_at_once(capsys, monkey
     monkeypatch.setattr("builtins.print", lambda *parts, **how: flushed.append(parts))
     assert main(["generate", "The fox", "-n", "20", "--no-stream"]) == 0
     assert ["".join(map(str, parts)) for parts in flushed] == [streamed.rstrip("\n"), ""]
+
+
+@pytest.mark.parametrize("bits", ["int8", "int4"])
+def test_quantize_reaches_the_engine(bits, capsys):
+    """The text is that of the same codes, and with 4 bits another one than without."""
+    prompt, fields = "The old king", {"max_new_tokens": 24}
+    assert main(["generate", prompt, "-n", "24", "--quantize", bits]) == 0
+    out, err = capsys.readouterr()
+    quantized = minillm.LLM("fairytale", quantize=bits)
+    assert any("codes" in name for name, _ in quantized.model.named_buffers())
+    assert out == prompt + quantized.generate(prompt, **fields).text + "\n" and not err
+    if bits == "int4":
+        assert out != prompt + minillm.LLM("fairytale").generate(prompt, **fields).text + "\n"
+
+
+@pytest.mark.parametrize("command", [["generate", "Hi"], ["chat"]])
+@pytest.mark.parametrize("value", [["int3"], ["bfloat16"], []])
+def test_other_bits_end_at_the_parser(command, value, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main([*command, "--quantize", *value])
+    out, err = capsys.readouterr()
+    assert stopped.value.code == 2 and not out and "--quantize" in err
+
+
+def test_a_warning_is_one_line_without_its_place_in_the_code(monkeypatch, capsys):
+    def warn(self, *arguments, **options):
+        warnings.warn("rows of 24\nare slow", stacklevel=2)
+        return iter(["!"])
+
+    monkeypatch.setattr(minillm.LLM, "stream", warn)
+    before = warnings.showwarning
+    assert main(["generate", "Hi"]) == 0
+    assert capsys.readouterr() == ("Hi!\n", "minillm: rows of 24 are slow\n")
+    assert warnings.showwarning is before
 
 
 def test_several_stop_strings(capsys):

@@ -165,6 +165,22 @@ def test_the_options_reach_the_sampler(llm, say):
 # ---- Ctrl-C -----------------------------------------------------------------------------------
 
 
+def test_quantize_reaches_the_engine(chatml, llm, say):
+    """The answers are those of the same codes, and these are others than without."""
+    quantized = minillm.LLM(chatml[1], quantize="int8")
+    said = replies(quantized, "Hi", "Who are you?", max_new_tokens=12)
+    code, out, _ = say("Hi\nWho are you?\n", "-n", "12", "--quantize", "int8")
+    assert (code, out) == (0, "".join(f"{text}\n" for text in said))
+    assert said != replies(llm, "Hi", "Who are you?", max_new_tokens=12), "it proves little"
+
+
+def test_rows_that_no_groups_cut_are_one_line(say):
+    """The MLP of the tiny model is 48 wide, and a group has 32 weights."""
+    code, out, err = say("Hi\n", "--quantize", "int4")
+    assert (code, out) == (2, "") and err.count("\n") == 1
+    assert err.startswith("minillm: blocks.0.mlp.down: ") and "48" in err
+
+
 def interrupt(monkeypatch, at: int) -> None:
     """A KeyboardInterrupt in the forward of that number."""
     steps, original = [], minillm.llama.Llama.hidden_states

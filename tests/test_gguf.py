@@ -485,9 +485,9 @@ def test_an_absurd_shape_is_refused(file):
 # ---- the description ------------------------------------------------------------------------
 
 
-def contents(path) -> dict:
+def contents(reader: GGUFReader) -> dict:
     """Every entry, by the gguf package's own reader."""
-    return {name: field.contents() for name, field in GGUFReader(path).fields.items()}
+    return {name: field.contents() for name, field in reader.fields.items()}
 
 
 def test_every_entry_equals_the_gguf_packages_own(tmp_path):
@@ -512,16 +512,16 @@ def test_every_entry_equals_the_gguf_packages_own(tmp_path):
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.close()
-    expected, given = contents(path), our_gguf.metadata(path)
+    expected, given = contents(GGUFReader(path)), our_gguf.metadata(path)
     assert given == expected and len(given) == 3 + 1 + 12 + 12
     types = {name: type(value) for name, value in expected.items()}
     assert {name: type(value) for name, value in given.items()} == types
     assert all(type(x) is bool for x in given["list.BOOL"]) and given["behind all of them"]
 
 
-def test_real_weights_every_entry_equals_the_gguf_packages_own():
+def test_real_weights_every_entry_equals_the_gguf_packages_own(gguf_reader):
     path = real_weights()
-    given, expected = our_gguf.metadata(path), contents(path)
+    given, expected = our_gguf.metadata(path), contents(gguf_reader(path))
     assert list(given) == list(expected) and len(given) == 36
     assert [name for name in given if given[name] != expected[name]] == []
     assert len(given["tokenizer.ggml.tokens"]) == 49152

@@ -757,14 +757,14 @@ QUESTION = [1, 4093, 198, 504, 3575, 282, 4649, 314, *ASSISTANT]  # The capital 
 
 
 @pytest.fixture(scope="module")
-def real():
+def real(gguf_reader):
     """SmolLM2-135M-Instruct in transformers and here, from the same file.
 
     transformers parses the file twice and asks 397 times for one table: both are kept here.
     """
     path = real_weights()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gguf, "GGUFReader", lru_cache(gguf.GGUFReader))
+        patch.setattr(gguf, "GGUFReader", gguf_reader)
         patch.setattr(gguf, "get_tensor_name_map", lru_cache(gguf.get_tensor_name_map))
         reference = AutoModelForCausalLM.from_pretrained(
             path.parent, gguf_file=path.name, dtype=torch.float32

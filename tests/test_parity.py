@@ -1,14 +1,18 @@
 """The rulers themselves: they see every planted mistake at its own place, and never pass on nothing."""
 
+import copy
+
 import pytest
 import torch
-from conftest import greedy
+from conftest import greedy, random_reference
 from torch import nn
 from transformers import GPT2LMHeadModel
 
 from minillm.gpt2 import GPT2, reference_points
 from minillm.parity import ParityError, compare_by_hand, compare_modules, compare_text, difference
 from minillm.weights import resolve
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @torch.no_grad()
@@ -46,14 +50,22 @@ PLANTED = {
 }
 
 
-@pytest.fixture(params=["fairytale", "random"])
-def pair(request, save_reference):
+@pytest.fixture(scope="module", params=["fairytale", "random"])
+def loaded(request, tmp_path_factory):
+    """A model of transformers, and ours from its folder."""
     if request.param == "random":
-        reference, folder = save_reference()
+        reference, folder = random_reference(), tmp_path_factory.mktemp("random")
+        reference.save_pretrained(folder)
     else:
         folder = resolve("fairytale")
         reference = GPT2LMHeadModel.from_pretrained(folder, dtype=torch.float32).eval()
     return GPT2.from_pretrained(folder), reference
+
+
+@pytest.fixture
+def pair(loaded):
+    """Ours and the reference as they were loaded: copies, to plant mistakes in."""
+    return copy.deepcopy(loaded)
 
 
 IDS = torch.tensor([[5, 1, 88, 42, 7, 7, 0, 96, 13, 51, 2, 30]])

@@ -355,10 +355,11 @@ def test_sliders_answer_and_the_button_stops_while_a_text_is_written(model, toke
 
 def test_the_last_move_wins_even_between_threads(model, tokenizer, monkeypatch):
     """JupyterLab hands a kernel's widget messages to more than one thread."""
-    panel, go = sampling_panel(model, tokenizer), threading.Event()
+    panel, begun, go = sampling_panel(model, tokenizer), threading.Event(), threading.Event()
 
     def slow(logits, seen, params):
         if params.top_k == 5:
+            begun.set()
             go.wait(timeout=10)
         return compare(logits, seen, params)
 
@@ -366,9 +367,10 @@ def test_the_last_move_wins_even_between_threads(model, tokenizer, monkeypatch):
     moves = [
         threading.Thread(target=setattr, args=(control(panel, "top_k"), "value", k)) for k in (5, 9)
     ]
-    for move in moves:
-        move.start()
-        move.join(timeout=0.5)
+    moves[0].start()
+    assert begun.wait(timeout=10)
+    moves[1].start()
+    moves[1].join(timeout=0.3)  # it ends now only where it does not wait for the first
     go.set()
     for move in moves:
         move.join()

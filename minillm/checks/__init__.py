@@ -1,6 +1,6 @@
 """The checks of the exercises: `checks.my_layer_norm(my_layer_norm)` prints one line that knows your mistake."""
 
-from . import chapter02, chapter03, chapter04, chapter05, chapter06, chapter07, chapter08
+from . import chapter02, chapter03, chapter04, chapter05, chapter06, chapter07, chapter08, chapter09
 from .exercise import Exercise, Mistake
 
 EXERCISES: dict[str, Exercise] = {
@@ -11,6 +11,7 @@ EXERCISES: dict[str, Exercise] = {
     **chapter06.EXERCISES,
     **chapter07.EXERCISES,
     **chapter08.EXERCISES,
+    **chapter09.EXERCISES,
 }
 globals().update(EXERCISES)
 

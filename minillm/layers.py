@@ -13,7 +13,6 @@ __all__ = [
     "split_heads",
     "merge_heads",
     "fused_attention",
-    "Linear",
     "Attention",
     "MLP",
     "Block",
@@ -23,11 +22,13 @@ __all__ = [
 
 # %% ../notebooks/03_embedding_and_block.ipynb #imports
 import math
-from functools import lru_cache, partial
+from functools import partial
 
 import torch
 from torch import nn
 from torch.nn import functional as F
+
+from .linear import Linear, by_rows, few_tokens  # written in section 4
 
 
 # %% ../notebooks/03_embedding_and_block.ipynb #layer-norm-class
@@ -144,36 +145,6 @@ def choose(known, name, what):
     return known[name]
 
 
-# %% ../notebooks/03_embedding_and_block.ipynb #row-groups
-@lru_cache
-def row_groups(rows, cores):
-    """Into how many equal groups to cut a matrix's rows; 1 where nothing fits."""
-    return next((n for n in range(cores, 65) if rows % n == 0), 1)
-
-
-def onednn_takes(x, W):
-    """Whether oneDNN's kernel for x Wᵀ is there, and worth its setting up."""
-    fits = x.device.type == "cpu" and x.dtype == torch.float32 and W.numel() >= 2**16
-    return fits and torch.backends.mkldnn.is_available() and not torch.is_grad_enabled()
-
-
-# %% ../notebooks/03_embedding_and_block.ipynb #linear-class
-class Linear(nn.Linear):
-    """x Wᵀ + b, [..., in] -> [..., out], by the kernel that suits the rows of x."""
-
-    def forward(self, x):
-        W, n = self.weight, row_groups(self.out_features, torch.get_num_threads())
-        if x.device.type == "cpu" and x.numel() == self.in_features and n > 1:
-            W = W.reshape(n, -1, self.in_features)  # [out, in] -> [n, out/n, in]
-            column = x.reshape(1, -1).t().expand(n, -1, 1)  # [1, in] -> [n, in, 1]
-            b = W.new_zeros(1, 1, 1) if self.bias is None else self.bias.view(n, -1, 1)
-            y = torch.baddbmm(b, W, column)  # [n, out/n, in] @ [n, in, 1] -> [n, out/n, 1]
-            return y.view(*x.shape[:-1], -1)  # -> [..., out]
-        if onednn_takes(x, W) and (x.dim() < 3 or x.shape[1] == 1):  # no prompt
-            return torch.ops.mkldnn._linear_pointwise(x, W, self.bias, "none", [], "")
-        return super().forward(x)
-
-
 # %% ../notebooks/03_embedding_and_block.ipynb #attention-class-code
 class Attention(nn.Module):
     """Multi-head self-attention with a joint Q, K, V layer, [B, T, D] -> [B, T, D].
@@ -197,12 +168,13 @@ class Attention(nn.Module):
         attentions that rotate q and k. `cache.update(layer, k, v)` returns all keys and
         values so far, [B, H, past + T, d] each.
         """
-        q, k, v = self.qkv(x).chunk(3, dim=-1)  # [B, T, 3*D] -> 3 x [B, T, D]
+        few = few_tokens(x, cache)
+        q, k, v = by_rows(self.qkv, x, few).chunk(3, dim=-1)  # [B, T, 3*D] -> 3 x [B, T, D]
         q, k, v = (split_heads(part, self.n_heads) for part in (q, k, v))
         if cache is not None:
             k, v = cache.update(self.layer, k, v)  # [B, H, T, d] -> [B, H, past + T, d]
         heads = KERNELS[self.kernel](q, k, v, mask, self.scale)  # [B, H, T, d]
-        return self.out(merge_heads(heads))  # [B, H, T, d] -> [B, T, D]
+        return by_rows(self.out, merge_heads(heads), few)  # [B, H, T, d] -> [B, T, D]
 
 
 # %% ../notebooks/03_embedding_and_block.ipynb #mlp-class
@@ -249,9 +221,10 @@ class Block(nn.Module):
 
     def forward(self, x, mask=None, positions=None, cache=None):
         """Mask, positions and cache go to the attention; the MLP needs none of them."""
+        few = few_tokens(x, cache)
         written = self.attention(self.attention_norm(x), mask, positions, cache)
         x = x + written  # [B, T, D]
-        return x + self.mlp(self.mlp_norm(x))  # [B, T, D]
+        return x + by_rows(self.mlp, self.mlp_norm(x), few)  # [B, T, D]
 
 
 # %% ../notebooks/03_embedding_and_block.ipynb #check-padding-mask

@@ -21,7 +21,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from .layers import ACTIVATIONS, KERNELS, Linear, choose, merge_heads
+from .layers import ACTIVATIONS, KERNELS, choose, merge_heads
+from .linear import Linear, by_rows, few_tokens
 
 
 # %% ../notebooks/08_llama.ipynb #rms-norm
@@ -109,18 +110,19 @@ class GroupedAttention(nn.Module):
     def forward(self, x, mask=None, places=None, cache=None):
         """`places` is the pair from `rotation(positions)`; mask and cache as before."""
         B, T, _ = x.shape
-        H, n_kv = self.n_heads, self.n_kv_heads
-        heads = self.qkv(x).view(B, T, -1, self.head_dim).transpose(1, 2)
+        H, n_kv, few = self.n_heads, self.n_kv_heads, few_tokens(x, cache)
+        heads = by_rows(self.qkv, x, few).view(B, T, -1, self.head_dim).transpose(1, 2)
         turned = rotate(heads[:, : H + n_kv], *places)  # q and k; v stays as it is
         q, k, v = turned[:, :H], turned[:, H:], heads[:, H + n_kv :]
         if cache is not None:
             k, v = cache.update(self.layer, k, v)  # [B, n_kv, past + T, d]
-        if T == 1:  # the queries of a group stand side by side, nothing is repeated
-            q = q.view(B, n_kv, H // n_kv, self.head_dim)  # [B, H, 1, d] -> [B, n_kv, G, d]
+        if T == 1 or few:  # a group's queries stand in a row, no key is repeated
+            q = q.reshape(B, n_kv, -1, self.head_dim)  # [B, H, T, d] -> [B, n_kv, G*T, d]
+            mask = mask if T == 1 else mask.repeat(1, 1, H // n_kv, 1)  # [B, 1, G*T, S]
         else:
             k, v = repeat_kv(k, H // n_kv), repeat_kv(v, H // n_kv)  # [B, H, S, d]
         mixed = KERNELS[self.kernel](q, k, v, mask).reshape(B, H, T, self.head_dim)
-        return self.out(merge_heads(mixed))  # [B, H, T, d] -> [B, T, D]
+        return by_rows(self.out, merge_heads(mixed), few)  # [B, H, T, d] -> [B, T, D]
 
 
 # %% ../notebooks/08_llama.ipynb #swiglu

@@ -140,7 +140,8 @@ class Int4Linear(QuantizedLinear):
 
     def has_kernel(self, device, dtype):
         """Whether the kernel can run here, in this dtype, on the order that is kept."""
-        return super().has_kernel(device, dtype) and getattr(self, "in_kernel_order", True)
+        ordered = getattr(self, "in_kernel_order", True)  # not set while __init__ asks
+        return ordered and super().has_kernel(device, dtype)
 
     def multiply(self, x):
         """x Wᵀ by the kernel, [n, in] -> [n, out]."""

@@ -59,6 +59,7 @@ def test_hand_written_modules_survive_an_export():
         "bpe",
         "tokenizer_files",
         "tokenizer",
+        "linear",
         "layers",
         "language_model",
         "gpt2",
@@ -185,7 +186,7 @@ def test_ruff(arguments):
 
 
 def test_modules_import_only_from_earlier_chapters():
-    order = ["bpe", "tokenizer_files", "tokenizer", "layers", "weights", "language_model"]
+    order = ["bpe", "tokenizer_files", "tokenizer", "linear", "layers", "weights", "language_model"]
     order += ["gpt2", "parity"]
     order += ["sampling", "generation", "kv_cache", "batching", "families", "llm"]
     order += ["gguf", "llama_layers", "llama", "chat"]

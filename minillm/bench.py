@@ -50,10 +50,7 @@ class Job:
     def __post_init__(self):
         self.threads = torch.get_num_threads() if self.threads is None else self.threads
         # a single new token has no decode: that is the time from one to the next
-        least = {"prompt_length": 1, "new_tokens": 2, "batch": 1, "threads": 1, "repeat": 1}
-        for name, smallest in least.items():
-            if (value := getattr(self, name)) < smallest:
-                raise ValueError(f"--{name.replace('_', '-')} is {value}, expected >= {smallest}")
+        check_least(self, prompt_length=1, new_tokens=2, batch=1, threads=1, repeat=1)
         if self.mixed and self.batch == 1:
             raise ValueError(
                 "--mixed with --batch 1 has nothing to mix: it needs at least 2 rows, as with --batch 2"
@@ -75,6 +72,13 @@ class Job:
         prompts = spread(max(self.prompt_length // 8, 1), self.prompt_length, self.batch)
         new = spread(max(self.new_tokens // 8, 2), self.new_tokens, self.batch)
         return list(zip(prompts, new[1::2] + new[::2], strict=True))
+
+
+def check_least(job, **least: int) -> None:
+    """ValueError for a number of a job that is too small."""
+    for name, smallest in least.items():
+        if (value := getattr(job, name)) < smallest:
+            raise ValueError(f"--{name.replace('_', '-')} is {value}, expected >= {smallest}")
 
 
 def spread(least: int, most: int, rows: int) -> list[int]:
@@ -133,20 +137,30 @@ def measure(job: Job) -> dict:
 def take_turns(engines: dict, repeat: int) -> tuple[dict, list[float]]:
     """Call every engine `repeat` times, after a warm-up: what each returned, and the ceilings.
 
-    Who was first is last in the next repetition, and the ceiling is measured after each run: what
-    slows the machine down for a while slows down all of them.
+    The ceiling is measured after each run.
     """
     # 8 x 134 MB, more than a processor's cache; ones, since zeros may all be one page
     buffers = [torch.ones(8192, 4096) for _ in range(8)]
     for warm_up in [*engines.values(), partial(measure_ceiling, buffers)]:
         warm_up()
-    runs, ceilings, order = {name: [] for name in engines}, [], list(engines)
+    runs, ceilings = {name: [] for name in engines}, []
+    for name, run in in_turn(engines, repeat):
+        runs[name].append(run)
+        ceilings.append(measure_ceiling(buffers))
+    return runs, ceilings
+
+
+def in_turn(engines: dict, repeat: int) -> Iterator[tuple]:
+    """Call every engine `repeat` times: its name, and what it returned.
+
+    Who was first is last in the next repetition: what slows the machine down for a while slows
+    down all of them.
+    """
+    order = list(engines)
     for _ in range(repeat):
         for name in order:
-            runs[name].append(engines[name]())
-            ceilings.append(measure_ceiling(buffers))
+            yield name, engines[name]()
         order.reverse()
-    return runs, ceilings
 
 
 def measure_ceiling(buffers: list[torch.Tensor]) -> float:

@@ -77,12 +77,12 @@ def equal_ids(ours: list[list[int]], theirs: list[list[int]]) -> dict:
     return {"equal": sum(same), "of": len(same)}
 
 
-def machine(job: Job) -> dict:
+def machine(job) -> dict:
     """Where the numbers come from: processor, cores and versions."""
     info = Path("/proc/cpuinfo")
     found = re.search(r"^model name\s*: (.+)", info.read_text() if info.exists() else "", re.M)
     cpu = found[1] if found else platform.processor() or platform.machine()
-    used = ["torch"] + [THEIRS] * bool(job.against)
+    used = ["torch"] + [THEIRS] * bool(getattr(job, "against", None))
     versions = {name: version(name) for name in used} | {"minillm": __version__}
     return {"cpu": cpu, "cores": os.cpu_count(), "versions": versions}
 
@@ -207,3 +207,40 @@ def ceiling_line(report: dict) -> str:
     if share := report["share_of_ceiling"]:
         line += f": {share:.0%} of the ceiling"
     return line
+
+
+def draft_table(report: dict) -> str:
+    """The report of `bench --draft` for people."""
+    job, where, tasks = report["job"], report["machine"], report["tasks"]
+    versions = ", ".join(f"{name} {number}" for name, number in where["versions"].items())
+    cells = [["", "plain", "with draft", "speed-up", "predicted", "tok/forward", "accepted"]]
+    cells += [draft_cells(name, row) for name, row in tasks.items()]
+    sizes = ", ".join(map(str, report["forward_costs"]))
+    costs = " : ".join(f"{cost:.2f}" for cost in report["forward_costs"].values())
+    lines = [
+        f"{job['model']}, draft {job['draft']}: {job['new_tokens']} new tokens, {job['dtype']}, "
+        f"{job['threads']} threads, greedy, medians of {job['repeat']} runs",
+        f"{where['cpu']}, {where['cores']} cores; {versions}",
+        *["", *aligned(cells), ""],
+        "all of decode, after the prompt's forward; predicted is tokens per forward by its cost:",
+        f"{sizes} tokens in a forward cost {costs}, and 1 takes {report['forward_s'] * 1e3:.2f} ms",
+    ]
+    if guess := report["cost_per_guess"]:
+        lines += [f"each guess of the draft's model costs {guess:.2f} on top"]
+    unequal = [name for name, row in tasks.items() if not row["equal_ids"]]
+    line = f"ids equal with and without the draft: in {len(tasks) - len(unequal)} of {len(tasks)}"
+    return "\n".join([*lines, line + (f", NOT in {', '.join(unequal)}" if unequal else "")])
+
+
+def draft_cells(name: str, row: dict) -> list[str]:
+    """One task's numbers."""
+    share = "" if row["acceptance"] is None else f" = {row['acceptance']:.0%}"
+    return [
+        name,
+        f"{row['plain_tokens_per_s']:.1f} tok/s",
+        f"{row['draft_tokens_per_s']:.1f} tok/s",
+        f"{row['speed_up']:.2f} x",
+        f"{row['predicted_speed_up']:.2f} x",
+        f"{row['tokens_per_forward']:.2f}",
+        f"{row['accepted']}/{row['proposed']}{share}",
+    ]

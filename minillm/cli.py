@@ -7,16 +7,20 @@ import sys
 import warnings
 
 BITS = ["int8", "int4"]
+AHEAD = "guess several tokens at a time: ngram, or a small model with the same vocabulary"
 SMALLER = "run on weights of 8 or 4 bits: less memory, nearly the same numbers"
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run one command; a bad input is one line on stderr and exit code 2."""
+    """Run one command; a bad input is one line on stderr and exit code 2.
+
+    Exit code 1: `bench` measured a draft that changed what the model says.
+    """
     options = parser().parse_args(arguments)
     try:
         with warnings.catch_warnings():
             warnings.showwarning = show_warning
-            options.run(options)
+            return options.run(options) or 0
     except BrokenPipeError:  # the reader, such as `head`, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
@@ -26,7 +30,6 @@ def main(arguments: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(file=sys.stderr)
         return 130
-    return 0
 
 
 def show_warning(message, *_, **__) -> None:
@@ -47,6 +50,7 @@ def parser() -> argparse.ArgumentParser:
         "--model", "-m", default="fairytale", help="a name, a directory, a GGUF file or a hub id"
     )
     command.add_argument("--quantize", choices=BITS, help=SMALLER)
+    command.add_argument("--draft", help=AHEAD)
     command.add_argument("--max-new-tokens", "-n", type=int, default=100)
     command.add_argument("--temperature", type=float, default=0.0, help="0 (default) is greedy")
     command.add_argument("--top-k", type=int, default=0, help="keep the k best tokens; 0: all")
@@ -72,6 +76,7 @@ def parser() -> argparse.ArgumentParser:
     command = commands.add_parser("chat", help="talk with a model that was trained to answer")
     command.add_argument("--model", "-m", default="smollm2", help="a name, a path or a hub id")
     command.add_argument("--quantize", choices=BITS, help=SMALLER)
+    command.add_argument("--draft", help=AHEAD)
     command.add_argument("--system", help="what the model is told before the first message")
     command.add_argument("--max-new-tokens", "-n", type=int, default=400, help="for each answer")
     command.add_argument("--temperature", type=float, default=0.0, help="0 (default) is greedy")
@@ -89,32 +94,37 @@ def parser() -> argparse.ArgumentParser:
     command.add_argument("--context", type=int, help="positions in the KV cache (default: all)")
     command.set_defaults(run=info)
 
-    command = commands.add_parser("bench", help="how quick a model is, and how quick it could be")
+    command = commands.add_parser(
+        "bench",
+        help="how quick a model is, and how quick it could be",
+        argument_default=argparse.SUPPRESS,  # what is not given is not there: a job has defaults
+    )
     command.add_argument(
         "--model",
         "-m",
-        default="fairytale",
         help="a name, a directory, a hub id, or gpt2-shape: GPT-2 124M's shape with random weights",
     )
-    command.add_argument("--prompt-length", type=int, default=64, help="tokens in each prompt")
-    command.add_argument("--new-tokens", type=int, default=64, help="tokens to generate for each")
-    command.add_argument("--batch", type=int, default=1, help="prompts side by side")
+    command.add_argument("--prompt-length", type=int, help="tokens in each prompt")
+    command.add_argument("--new-tokens", type=int, help="tokens to generate for each")
+    command.add_argument("--batch", type=int, help="prompts side by side")
     command.add_argument(
         "--mixed",
         action="store_true",
         help="in a batch: prompts and answers of different lengths, the shortest an eighth of these",
     )
-    command.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="float32")
+    command.add_argument("--dtype", choices=["float32", "bfloat16", "float16"])
     command.add_argument("--threads", type=int, help="default: as many as PyTorch takes")
-    command.add_argument("--repeat", type=int, default=5, help="runs, of which the medians count")
+    command.add_argument("--repeat", type=int, help="runs, of which the medians count")
     command.add_argument("--against", choices=["transformers"], help="the same by someone else")
     command.add_argument("--no-cache", action="store_true", help="also without the KV cache")
     command.add_argument(
         "--quantize",
         nargs="+",
         choices=BITS,
-        default=[],
         help="also on weights of 8 or 4 bits, in bfloat16; with --dtype bfloat16 beside plain bfloat16",
+    )
+    command.add_argument(
+        "--draft", help="plain decode and guesses of this draft in turn: ngram, or a small model"
     )
     command.add_argument("--json", action="store_true", help="print the report for machines")
     command.add_argument("--plot", metavar="FILE", help="draw a figure into this file")
@@ -130,7 +140,8 @@ def generate(options) -> None:
 
     fields = SamplingParams.__dataclass_fields__
     params = SamplingParams(**{name: getattr(options, name) for name in fields})
-    pieces = LLM(options.model, quantize=options.quantize).stream(options.prompt, params)
+    llm = LLM(options.model, quantize=options.quantize, draft=options.draft)
+    pieces = llm.stream(options.prompt, params)
     if not options.stream:
         pieces = iter(["".join(pieces)])
     first = next(pieces, "")  # what fails at once fails here, before anything is printed
@@ -147,7 +158,7 @@ def chat(options) -> None:
 
     names = ("max_new_tokens", "temperature", "top_p", "seed")
     params = SamplingParams(**{name: getattr(options, name) for name in names})
-    llm, start = LLM(options.model, quantize=options.quantize), []
+    llm, start = LLM(options.model, quantize=options.quantize, draft=options.draft), []
     if options.system:
         start = [{"role": "system", "content": options.system}]
     llm.chat_ids([*start, {"role": "user", "content": "Hi"}], params)  # can it chat at all?
@@ -253,18 +264,32 @@ def info(options) -> None:
         print(f"{name:<14}{value}")
 
 
-def bench(options) -> None:
-    """Measure one model and print a table, or JSON."""
+def bench(options) -> int:
+    """Measure one model and print a table, or JSON; 1 where a draft's ids are not the model's."""
     # On Linux PyTorch then asks for huge pages, which weights like: they are read from end to end
     # for every token. It looks once, when it first takes memory, so this comes before the import.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+    given = vars(options)
+    if "draft" in given:
+        from .bench_draft import draft_job, measure_draft
+        from .bench_report import draft_table
+
+        report, table = measure_draft(draft_job(given)), draft_table
+    else:
+        report, table = bench_plain(given)
+    print(json.dumps(report, indent=2) if "json" in given else table(report))
+    return 0 if report.get("equal_ids") is not False else 1
+
+
+def bench_plain(given: dict) -> tuple:
+    """The report without a draft, with a figure of it where one was asked for, and its table."""
     from .bench import Job, measure
     from .bench_report import bench_table, check_plot, draw, summarize
 
-    job = Job(**{name: getattr(options, name) for name in Job.__dataclass_fields__})
-    if options.plot:
-        check_plot(options.plot)
+    job = Job(**{name: given[name] for name in Job.__dataclass_fields__ if name in given})
+    if plot := given.get("plot"):
+        check_plot(plot)
     report = summarize(job, **measure(job))
-    if options.plot:
-        draw(report, options.plot)
-    print(json.dumps(report, indent=2) if options.json else bench_table(report))
+    if plot:
+        draw(report, plot)
+    return report, bench_table

@@ -152,6 +152,7 @@ class Request:
         self.decoder = tokenizer and tokenizer.incremental_decoder()
         self.stop_matcher = StopMatcher(self.params.stop)
         self.token_ids, self.text = [], ""
+        self.speculation = None  # chapter 10 counts its guesses there
         self.finish_reason = "context" if len(self.prompt_ids) == context else None
 
     @property
@@ -240,12 +241,15 @@ def generate(model, request: Request, cache=None) -> Iterator[int]:
 
 
 # %% ../notebooks/05_sampling.ipynb #stream
-def stream(model, request: Request, cache=None) -> Iterator[str]:
-    """Run one request and yield its text in pieces, which join to `request.text`."""
+def stream(model, request: Request, cache=None, loop=generate) -> Iterator[str]:
+    """Run one request and yield its text in pieces, which join to `request.text`.
+
+    `loop` is called as `generate` is: a socket for chapter 10, which has another one.
+    """
     if request.decoder is None:
         raise ValueError("streaming is text: give the request a tokenizer")
     shown = 0
-    for _ in generate(model, request, cache):
+    for _ in loop(model, request, cache):
         if len(request.text) > shown:
             yield request.text[shown:]
             shown = len(request.text)

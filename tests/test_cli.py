@@ -10,6 +10,7 @@ import pytest
 
 import minillm
 from minillm.cli import main
+from minillm.gpt2 import GPT2
 from minillm.weights import resolve
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -137,6 +138,33 @@ def test_quantize_reaches_the_engine(bits, capsys):
         assert out != prompt + minillm.LLM("fairytale").generate(prompt, **fields).text + "\n"
 
 
+@pytest.mark.parametrize("draft", ["ngram", "fairytale-draft"])
+def test_draft_reaches_the_engine(draft, capsys, monkeypatch):
+    """The text is the same, from fewer forwards of the model than it has tokens."""
+    forwards, original = [], GPT2.hidden_states
+
+    def counted(self, *arguments, **options):
+        forwards.append(len(self.blocks))
+        return original(self, *arguments, **options)
+
+    monkeypatch.setattr(GPT2, "hidden_states", counted)
+    prompt = "Why does the cock crow in the morning? Long ago"  # it soon repeats itself
+    assert main(["generate", prompt, "-n", "24"]) == 0
+    plain, before = capsys.readouterr(), forwards.count(6)
+    assert main(["generate", prompt, "-n", "24", "--draft", draft]) == 0
+    assert capsys.readouterr() == plain
+    assert before == 24 and 24 + 24 > forwards.count(6) > 24
+    assert (2 in forwards) == (draft == "fairytale-draft")  # the draft has 2 blocks
+
+
+def test_a_draft_of_another_size_is_one_line(save_reference, capsys):
+    _, folder = save_reference()
+    assert main(["generate", "Hi", "--draft", str(folder)]) == 2
+    out, err = capsys.readouterr()
+    assert not out and err.count("\n") == 1
+    assert err.startswith("minillm: the draft's vocabulary has 97 tokens, the model's 4096: ")
+
+
 @pytest.mark.parametrize("command", [["generate", "Hi"], ["chat"]])
 @pytest.mark.parametrize("value", [["int3"], ["bfloat16"], []])
 def test_other_bits_end_at_the_parser(command, value, capsys):
@@ -231,6 +259,8 @@ LONG = "word " * 600
 BAD = {
     "unknown model": (["generate", "Hi", "--model", "no-such-model"], "no-such-model.*fairytale"),
     "directory without config": (["generate", "Hi", "-m", "/"], "no config.json"),
+    "unknown draft": (["generate", "Hi", "--draft", "no-such-draft"], "no-such-draft.*fairytale"),
+    "draft without config": (["generate", "Hi", "--draft", "/"], "no config.json"),
     "prompt beyond the context": (["generate", LONG], "tokens.*512"),
     "empty prompt": (["generate", ""], "prompt is ''"),
     "negative budget": (["generate", "Hi", "-n", "-3"], "max_new_tokens is -3"),

@@ -17,6 +17,7 @@ from tokenizers import Tokenizer as Rust
 from tokenizers import models, pre_tokenizers
 
 import minillm
+from minillm import speculative
 from minillm.cli import main
 from minillm.weights import packaged
 
@@ -179,6 +180,35 @@ def test_rows_that_no_groups_cut_are_one_line(say):
     code, out, err = say("Hi\n", "--quantize", "int4")
     assert (code, out) == (2, "") and err.count("\n") == 1
     assert err.startswith("minillm: blocks.0.mlp.down: ") and "48" in err
+
+
+def test_draft_reaches_the_engine(llm, say, monkeypatch):
+    """The answers are the same, and each has a draft of its own."""
+    drafts, original = [], speculative.speculate
+
+    def watched(model, request, cache, draft):
+        drafts.append(draft)
+        return original(model, request, cache, draft)
+
+    monkeypatch.setattr(speculative, "speculate", watched)
+    said = replies(llm, "Hi", "Who are you?", max_new_tokens=12)
+    assert not drafts
+    code, out, _ = say("Hi\nWho are you?\n", "-n", "12", "--draft", "ngram")
+    assert (code, out) == (0, "".join(f"{text}\n" for text in said))
+    assert [type(d) for d in drafts] == [speculative.NgramDraft] * 2 and drafts[0] is not drafts[1]
+
+
+@pytest.mark.parametrize(
+    ("draft", "says"),
+    [
+        ("fairytale-draft", "the draft has another vocabulary: id .* to the draft.*'ngram'"),
+        ("no-such-draft", "no-such-draft.*fairytale"),
+    ],
+)
+def test_a_wrong_draft_is_one_line(say, draft, says):
+    code, out, err = say("Hi\n", "--draft", draft)
+    assert (code, out) == (2, "") and err.startswith("minillm: ") and err.count("\n") == 1
+    assert re.search(says, err)
 
 
 def interrupt(monkeypatch, at: int) -> None:

@@ -79,6 +79,7 @@ def test_hand_written_modules_survive_an_export():
         "quantized_layers",
         "quantization",
         "perplexity",
+        "speculative",
     } == generated
     assert not generated & {"__init__", "cli", "bench", "widgets", "panel_html", "plots"}
 
@@ -190,7 +191,7 @@ def test_modules_import_only_from_earlier_chapters():
     order += ["gpt2", "parity"]
     order += ["sampling", "generation", "kv_cache", "batching", "families", "llm"]
     order += ["gguf", "llama_layers", "llama", "chat"]
-    order += ["codes", "quantized_layers", "quantization", "perplexity"]
+    order += ["codes", "quantized_layers", "quantization", "perplexity", "speculative"]
     assert set(order) == {path.stem for path in make.generated_modules(ROOT)}
     for n, name in enumerate(order):
         tree = ast.parse((ROOT / "minillm" / f"{name}.py").read_text())

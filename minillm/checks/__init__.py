@@ -1,6 +1,16 @@
 """The checks of the exercises: `checks.my_layer_norm(my_layer_norm)` prints one line that knows your mistake."""
 
-from . import chapter02, chapter03, chapter04, chapter05, chapter06, chapter07, chapter08, chapter09
+from . import (
+    chapter02,
+    chapter03,
+    chapter04,
+    chapter05,
+    chapter06,
+    chapter07,
+    chapter08,
+    chapter09,
+    chapter10,
+)
 from .exercise import Exercise, Mistake
 
 EXERCISES: dict[str, Exercise] = {
@@ -12,6 +22,7 @@ EXERCISES: dict[str, Exercise] = {
     **chapter07.EXERCISES,
     **chapter08.EXERCISES,
     **chapter09.EXERCISES,
+    **chapter10.EXERCISES,
 }
 globals().update(EXERCISES)
 

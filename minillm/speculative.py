@@ -12,7 +12,6 @@ __all__ = [
     "speculate",
     "ModelDraft",
     "check_vocabulary",
-    "meaning",
     "draft_maker",
 ]
 
@@ -38,7 +37,8 @@ class NgramDraft:
 
     At most `k` guesses, after the longest of the last `longest` to `shortest` tokens
     that occurred already (prompt lookup, Saxena 2023). No model, nothing to load. When
-    a round's guesses all fail it waits for 1, 2, 4 … `patience` tokens.
+    a round's guesses all fail it waits for 1, 2, 4 … `patience` tokens, and then trusts
+    only the longest match until a guess holds.
     """
 
     def __init__(self, k: int = 12, longest: int = 4, shortest: int = 2, patience: int = 32):
@@ -61,7 +61,7 @@ class NgramDraft:
                 if n <= end:
                     self.after[tuple(ids[end - n : end])] = end
         self.indexed = len(ids)
-        for n in self.sizes:
+        for n in self.sizes[:1] if self.pause else self.sizes:
             if (end := self.after.get(tuple(ids[-n:]))) is not None:
                 guesses = list(ids)
                 for place in range(end, end + min(self.k, room)):
@@ -189,7 +189,7 @@ class ModelDraft:
         self.model, self.k, self.cache = model, k, None
 
     def propose(self, request: Request, room: int):
-        """At most `room` guesses, and the probabilities that each was drawn from."""
+        """At most `room` guesses, and what each was drawn from; None where greedy."""
         if self.cache is None:
             context = self.model.config.context_length
             length = min(request.max_length, context)
@@ -202,7 +202,7 @@ class ModelDraft:
             share = next_shares(self.logits(ids + guesses), request, guesses)
             guesses.append(self.draw(share, request))
             shares.append(share)
-        return guesses, shares
+        return guesses, shares if request.params.temperature else None  # not drawn
 
     def logits(self, ids):
         """The draft's logits after these tokens, for the target's vocabulary: [V]."""
@@ -229,6 +229,15 @@ class ModelDraft:
         self.cache.truncate(min(self.cache.length, len(request.all_ids) - 1))
 
 
+# %% ../notebooks/10_speculative_decoding.ipynb #meaning
+def meaning(tokenizer: Tokenizer, token_id: int) -> bytes | None:
+    """The bytes of a token, None for an id that is not used."""
+    try:
+        return tokenizer.token_bytes(token_id)
+    except ValueError:
+        return None
+
+
 # %% ../notebooks/10_speculative_decoding.ipynb #check-vocabulary
 def check_vocabulary(target: Tokenizer, draft: Tokenizer) -> None:
     """ValueError where an id means another text to the draft than to the target.
@@ -243,14 +252,6 @@ def check_vocabulary(target: Tokenizer, draft: Tokenizer) -> None:
                 f"and {theirs!r} to the draft, so its guesses would mean nothing. Take a "
                 f"draft with the same tokenizer, or draft='ngram', which has none"
             )
-
-
-def meaning(tokenizer: Tokenizer, token_id: int) -> bytes | None:
-    """The bytes of a token, None for an id that is not used."""
-    try:
-        return tokenizer.token_bytes(token_id)
-    except ValueError:
-        return None
 
 
 # %% ../notebooks/10_speculative_decoding.ipynb #draft-maker

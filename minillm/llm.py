@@ -111,6 +111,8 @@ class LLM:
         bits = choose_bits(quantize)
         dtype = ("bfloat16" if bits else "float32") if dtype is None else dtype
         device, dtype = choose_device(device), choose_dtype(dtype)
+        if bits:  # 16 bits of float16 are too few for scales: say so before loading
+            import_module("minillm.codes").check_dtype(dtype)
         self.path = resolve(model)
         model_class, _ = architecture(self.path)
         self.tokenizer, self.no_tokenizer = None, ""

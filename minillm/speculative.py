@@ -134,7 +134,7 @@ def verify(request: Request, guesses: Sequence[int], shares, logits: torch.Tenso
 class Speculation:
     """What a request's rounds came to."""
 
-    proposed: int = 0  # guesses that the target looked at
+    proposed: int = 0  # all guesses that were fed to the target
     accepted: int = 0  # guesses that became tokens
     target_calls: int = 0  # forwards of the target
 

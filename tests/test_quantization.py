@@ -1042,3 +1042,10 @@ def test_smollm2_answers_in_int8():
         [{"role": "user", "content": "What is the capital of France?"}], max_new_tokens=12
     )
     assert "Paris" in done.text
+
+
+def test_float16_is_refused_before_anything_is_loaded(monkeypatch):
+    """Its range is too short for scales; a large model would be read for nothing."""
+    monkeypatch.setattr("minillm.llm.resolve", lambda name: pytest.fail("it looks for the model"))
+    with pytest.raises(ValueError, match="the scales of a quantized model need the range"):
+        LLM("fairytale", quantize="int8", dtype="float16")

@@ -1048,4 +1048,4 @@ def test_float16_is_refused_before_anything_is_loaded(monkeypatch):
     """Its range is too short for scales; a large model would be read for nothing."""
     monkeypatch.setattr("minillm.llm.resolve", lambda name: pytest.fail("it looks for the model"))
     with pytest.raises(ValueError, match="the scales of a quantized model need the range"):
-        LLM("fairytale", quantize="int8", dtype="float16")
+        minillm.LLM("fairytale", quantize="int8", dtype="float16")

@@ -16,7 +16,8 @@ from safetensors.torch import load_file, save_file
 from tqdm import tqdm
 
 import minillm
-from minillm.llm import DTYPES, can_show_progress
+from minillm.families import DTYPES
+from minillm.llm import can_show_progress
 from minillm.sampling import SamplingParams
 from minillm.weights import resolve
 

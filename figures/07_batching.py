@@ -1,10 +1,6 @@
 """The pictures of chapter 7: padding on either side, and rows that leave. python figures/07_batching.py"""
 
-from pathlib import Path
-
-import matplotlib
-
-matplotlib.use("Agg")
+from draw import save
 from matplotlib import pyplot as plt
 from matplotlib.patches import Rectangle
 
@@ -13,11 +9,6 @@ DARK, GREEN, RED = "#1f4e94", "#2c7a2c", "#b03030"
 PROMPTS = ["The fox".split(), "A king said".split(), "Once upon a time there".split()]
 LONGEST = max(map(len, PROMPTS))
 TOKENS = [3, 12, 7, 20]  # how many tokens each row generates
-
-
-def save(name: str) -> None:
-    plt.savefig(Path(__file__).parent / name, dpi=130, metadata={"Software": None})
-    plt.close()
 
 
 def cell(ax, x, y, color="white", padding=False):

@@ -1,12 +1,8 @@
 """The pictures of chapter 8: two blocks, the turning pairs, the shared heads. python figures/08_llama.py"""
 
 import math
-from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("Agg")
-from matplotlib import pyplot as plt
+from draw import blank, save
 from matplotlib.patches import Circle, FancyArrowPatch, FancyBboxPatch, Wedge
 
 from minillm.kv_cache import cache_bytes
@@ -17,20 +13,6 @@ TABLE, BLOCK, NORM, PAPER = "#cfe3f5", "#fde7c8", "#e3efd9", "#fffaf2"
 PAIRS, POSITIONS, THETA = 8, 8, 100.0
 GROUPS = ["#3b7dd8", "#2c7a2c", "#c77700"]
 PALE = ["#c9dcf5", "#d3ead3", "#fbe3c0"]
-
-
-def save(name: str) -> None:
-    plt.savefig(Path(__file__).parent / name, dpi=130, metadata={"Software": None})
-    plt.close()
-
-
-def blank(width, height, right, top):
-    """Axes without a frame; 0 … right and 0 … top fill the picture."""
-    figure = plt.figure(figsize=(width, height))
-    ax = figure.add_axes((0, 0, 1, 1))
-    ax.set(xlim=(0, right), ylim=(0, top))
-    ax.axis("off")
-    return ax
 
 
 # ---- two blocks side by side ----------------------------------------------------------------

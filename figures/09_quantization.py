@@ -1,37 +1,24 @@
 """The pictures of chapter 9: who shares a scale, codes in bytes, decode and prefill. python figures/09_quantization.py"""
 
-from pathlib import Path
-
-import matplotlib
-
-matplotlib.use("Agg")
 import torch
+from draw import (
+    BLUE,
+    GREY,
+    INK,
+    ORANGE,
+    PALE_BLUE,
+    PALE_GREEN,
+    PALE_ORANGE,
+    PALE_RED,
+    RED,
+    blank,
+    save,
+    write,
+)
 from matplotlib import pyplot as plt
 from matplotlib.patches import FancyArrowPatch, Rectangle
 
 from minillm.codes import dequantize_int4, pack, quantize_int4
-
-INK, GREY, PALE_GREY = "#263238", "#9aa0a6", "#eceff1"
-BLUE, GREEN, ORANGE, RED = "#3b7dd8", "#2c7a2c", "#c77700", "#b03030"
-PALE_BLUE, PALE_GREEN, PALE_ORANGE, PALE_RED = "#c9dcf5", "#d3ead3", "#fbe3c0", "#f6d5d5"
-
-
-def save(name: str) -> None:
-    plt.savefig(Path(__file__).parent / name, dpi=130, metadata={"Software": None})
-    plt.close()
-
-
-def blank(width, height, right, top):
-    """Axes without a frame; 0 … right and 0 … top fill the picture."""
-    figure = plt.figure(figsize=(width, height))
-    ax = figure.add_axes((0, 0, 1, 1))
-    ax.set(xlim=(0, right), ylim=(0, top))
-    ax.axis("off")
-    return ax
-
-
-def write(ax, x, y, text, **style):
-    ax.text(x, y, text, **({"size": 9.5, "color": INK, "va": "center"} | style))
 
 
 def cell(ax, x, y, width, height, label, color, size=9.5):

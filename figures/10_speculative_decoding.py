@@ -1,12 +1,25 @@
 """The pictures of chapter 10: a round, the caches after it, a rule for draws. python figures/10_speculative_decoding.py"""
 
-from pathlib import Path
 from types import SimpleNamespace
 
-import matplotlib
-
-matplotlib.use("Agg")
 import torch
+from draw import (
+    BLUE,
+    DIM,
+    GREEN,
+    GREY,
+    INK,
+    ORANGE,
+    PALE_BLUE,
+    PALE_GREEN,
+    PALE_GREY,
+    PALE_ORANGE,
+    PALE_RED,
+    RED,
+    blank,
+    save,
+    write,
+)
 from matplotlib import pyplot as plt
 from matplotlib.patches import FancyArrowPatch, Rectangle
 from torch import nn
@@ -15,28 +28,6 @@ from minillm.generation import Request
 from minillm.kv_cache import KVCache
 from minillm.sampling import SamplingParams
 from minillm.speculative import ModelDraft, speculate
-
-INK, DIM, GREY, PALE_GREY = "#263238", "#707980", "#9aa0a6", "#eceff1"
-BLUE, GREEN, ORANGE, RED = "#3b7dd8", "#2c7a2c", "#c77700", "#b03030"
-PALE_BLUE, PALE_GREEN, PALE_ORANGE, PALE_RED = "#c9dcf5", "#d3ead3", "#fbe3c0", "#f6d5d5"
-
-
-def save(name: str) -> None:
-    plt.savefig(Path(__file__).parent / name, dpi=130, metadata={"Software": None})
-    plt.close()
-
-
-def blank(width, height, right, top):
-    """Axes without a frame; 0 … right and 0 … top fill the picture."""
-    figure = plt.figure(figsize=(width, height))
-    ax = figure.add_axes((0, 0, 1, 1))
-    ax.set(xlim=(0, right), ylim=(0, top))
-    ax.axis("off")
-    return ax
-
-
-def write(ax, x, y, text, **style):
-    ax.text(x, y, text, **({"size": 9.5, "color": INK, "va": "center"} | style))
 
 
 def box(ax, x, y, word, color, crossed=False, **style):

@@ -15,6 +15,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from minillm.generation import Request, generate
 from minillm.gpt2 import GPT2
+from minillm.kv_cache import KVCache
 from minillm.sampling import SamplingParams
 
 disable_progress_bar()
@@ -24,6 +25,16 @@ def greedy(model, prompt_ids: list[int], max_new_tokens: int, end_ids=None) -> l
     """The new ids of the engine's loop at temperature 0."""
     params, context = SamplingParams(max_new_tokens=max_new_tokens), model.config.context_length
     return list(generate(model, Request(prompt_ids, params, context=context, end_ids=end_ids)))
+
+
+@torch.inference_mode()
+def fed_cache(model, request: Request, splits) -> KVCache:
+    """A cache with the prompt in it, in pieces, but for its last token: the loop feeds that itself."""
+    cache = KVCache.for_model(model, request.max_length)
+    for piece in torch.tensor([request.prompt_ids[:-1]]).split(splits, dim=1):
+        if piece.numel():
+            model.hidden_states(piece, cache=cache)
+    return cache
 
 
 class Recorded(Request):
@@ -68,6 +79,15 @@ def one_thread():
 
 
 @pytest.fixture
+def unchanged_process(monkeypatch):
+    """What the command sets in its own process does not outlive a test."""
+    monkeypatch.setenv("THP_MEM_ALLOC_ENABLE", "1")
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
 def notebook_seconds(pytestconfig):
     """Notebook name -> seconds, for the notebooks that ran before this test."""
     return pytestconfig.pluginmanager.get_plugin("stopwatch").seconds
@@ -93,17 +113,22 @@ def random_reference(seed: int = 0, std: float = 0.2, **fields) -> GPT2LMHeadMod
     return model
 
 
-@pytest.fixture
-def save_reference(tmp_path):
-    """Make a random reference and its folder: `model, folder = save_reference(n_inner=32)`."""
+def saver(tmp_path, random_model):
+    """A function that makes a random model and its folder: `make(seed, **fields)` -> both."""
 
     def make(seed: int = 0, **fields):
-        model = random_reference(seed, **fields)
+        model = random_model(seed, **fields)
         folder = tmp_path / f"model{len(list(tmp_path.iterdir()))}"
         model.save_pretrained(folder)
         return model, folder
 
     return make
+
+
+@pytest.fixture
+def save_reference(tmp_path):
+    """Make a random reference and its folder: `model, folder = save_reference(n_inner=32)`."""
+    return saver(tmp_path, random_reference)
 
 
 @pytest.fixture(scope="session")

@@ -9,7 +9,7 @@ from functools import partial
 
 import pytest
 import torch
-from conftest import Recorded, random_reference
+from conftest import Recorded, fed_cache, random_reference
 from transformers import GPT2LMHeadModel
 
 from minillm.batching import compact, generate_batch, pad_left
@@ -207,14 +207,8 @@ def one_by_one(rows: list[dict], splits=None) -> str:
     """Each row in the single-row loop: without a cache, or with, the prompt in pieces."""
 
     def run(row):
-        model, request, cache = model_of(row["kind"]), request_for(**row), None
-        if splits is not None:
-            cache = KVCache.for_model(model, request.max_length)
-            ids = torch.tensor([request.prompt_ids[:-1]])  # the loop feeds the last itself
-            for piece in ids.split(splits, dim=1):
-                if piece.numel():
-                    with torch.inference_mode():
-                        model.hidden_states(piece, cache=cache)
+        model, request = model_of(row["kind"]), request_for(**row)
+        cache = None if splits is None else fed_cache(model, request, splits)
         list(generate(model, request, cache))
         return request
 

@@ -16,7 +16,7 @@ from minillm.cli import main
 from minillm.gpt2 import GPT2, GPT2Config
 from minillm.quantization import release_memory
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "unchanged_process")
 
 INT8, INT4 = "minillm int8", "minillm int4"
 SIZES = {
@@ -24,15 +24,6 @@ SIZES = {
     "held_memory_bytes": 6_000_000,
     "trimmed_memory_bytes": 5_000_000,
 }
-
-
-@pytest.fixture(autouse=True)
-def unchanged_process(monkeypatch):
-    """What the command sets in its own process does not outlive a test."""
-    monkeypatch.setenv("THP_MEM_ALLOC_ENABLE", "1")
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture

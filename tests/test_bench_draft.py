@@ -17,18 +17,9 @@ from minillm.cli import main
 from minillm.speculative import NgramDraft
 from minillm.weights import resolve
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "unchanged_process")
 
 QUICK = ["--new-tokens", "32", "--repeat", "1", "--threads", "1"]
-
-
-@pytest.fixture(autouse=True)
-def unchanged_process(monkeypatch):
-    """What the command sets in its own process does not outlive a test."""
-    monkeypatch.setenv("THP_MEM_ALLOC_ENABLE", "1")
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from functools import lru_cache
 import gguf
 import pytest
 import torch
-from conftest import Recorded
+from conftest import Recorded, fed_cache, saver
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 from transformers import LlamaConfig as TheirConfig
@@ -75,14 +75,7 @@ def real_weights():
 @pytest.fixture
 def save_llama(tmp_path):
     """Make a random Llama and its folder: `model, folder = save_llama(mlp_bias=True)`."""
-
-    def make(seed: int = 0, **fields):
-        model = random_llama(seed, **fields)
-        folder = tmp_path / f"model{len(list(tmp_path.iterdir()))}"
-        model.save_pretrained(folder)
-        return model, folder
-
-    return make
+    return saver(tmp_path, random_llama)
 
 
 def edit_config(folder, drop=(), **fields):
@@ -591,15 +584,7 @@ def one_by_one(model, mode, splits=None, **options) -> list[Recorded]:
     """Each row in the single-row loop: without a cache, or with, the prompt in pieces."""
     rows = requests(mode, **options)
     for request in rows:
-        cache = None
-        if splits:
-            cache = KVCache.for_model(model, request.max_length)
-            ids = torch.tensor([request.prompt_ids[:-1]])  # the loop feeds the last itself
-            for piece in ids.split(splits, dim=1):
-                if piece.numel():
-                    with torch.inference_mode():
-                        model.hidden_states(piece, cache=cache)
-        list(generate(model, request, cache))
+        list(generate(model, request, fed_cache(model, request, splits) if splits else None))
     return rows
 
 

@@ -125,7 +125,7 @@ class Int4Linear(QuantizedLinear):
         parts = {"codes": pack(codes), "scales": scales, "zeros": zeros, "bias": bias}
         super().__init__(codes.shape, no_kernel(4, codes.shape[1], size), **parts)
         self.group_size = size
-        self.in_kernel_order = self.has_kernel(codes.device, scales.dtype)
+        self.in_kernel_order = super().has_kernel(codes.device, scales.dtype)
         if self.in_kernel_order:
             self.reorder(codes)
 
@@ -140,8 +140,7 @@ class Int4Linear(QuantizedLinear):
 
     def has_kernel(self, device, dtype):
         """Whether the kernel can run here, in this dtype, on the order that is kept."""
-        ordered = getattr(self, "in_kernel_order", True)  # not set while __init__ asks
-        return ordered and super().has_kernel(device, dtype)
+        return self.in_kernel_order and super().has_kernel(device, dtype)
 
     def multiply(self, x):
         """x Wᵀ by the kernel, [n, in] -> [n, out]."""

@@ -99,6 +99,11 @@ def row(reason, sign=None, **screws):
     return came_back(reason, partial(by_rows, **screws), sign)
 
 
+def both_ends(reason, **screws):
+    """The same mistake with codes that are cut off at the ends of int8, and with codes that are not."""
+    return [row(reason, ends=ends, **screws) for ends in ((-127, 127), None)]
+
+
 def stored(says, store):
     return Mistake(says, partial(by_rows, store=store))
 
@@ -164,32 +169,20 @@ quantize_rows = Exercise(
             for ends in ((-127, 127), (-128, 127))
         ),
         row("divide the largest magnitude by 127: it should get code 127, and yours 1", steps=1),
-        *(
-            row(
-                "255 is too many steps. A row reaches to both sides of 0, with 127 steps on each",
-                steps=255,
-                ends=ends,
-            )
-            for ends in ((-127, 127), None)
+        *both_ends(
+            "255 is too many steps. A row reaches to both sides of 0, with 127 steps on each",
+            steps=255,
         ),
-        *(
-            row(
-                "take the largest magnitude, weight.abs(), not the largest number: a negative "
-                "weight may be farther from 0",
-                top=lambda weight: weight.amax(1, keepdim=True),
-                ends=ends,
-            )
-            for ends in ((-127, 127), None)
+        *both_ends(
+            "take the largest magnitude, weight.abs(), not the largest number: a negative "
+            "weight may be farther from 0",
+            top=lambda weight: weight.amax(1, keepdim=True),
         ),
-        *(
-            row(
-                "a scale of (max - min) / 255 is for codes with a zero of their own. Here 0 is "
-                "code 0, so the scale is max|x| / 127",
-                top=lambda weight: weight.amax(1, keepdim=True) - weight.amin(1, keepdim=True),
-                steps=255,
-                ends=ends,
-            )
-            for ends in ((-127, 127), None)
+        *both_ends(
+            "a scale of (max - min) / 255 is for codes with a zero of their own. Here 0 is "
+            "code 0, so the scale is max|x| / 127",
+            top=lambda weight: weight.amax(1, keepdim=True) - weight.amin(1, keepdim=True),
+            steps=255,
         ),
         came_back(
             "you return what you multiply with to get codes. The scale leads back: "
